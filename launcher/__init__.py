@@ -1,0 +1,1 @@
+"""Everstep's launcher: Slurm outside, processes inside."""

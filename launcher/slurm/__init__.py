@@ -1,0 +1,1 @@
+"""What the launcher needs of Slurm."""
