@@ -133,7 +133,7 @@ class _TensorTable:
         if tensor.numel():  # empty tensors have no memory to share
             number = self._seen.setdefault(memory_of(tensor), number)
         if number == len(self.tensors):
-            text = ".".join(path)
+            text = ".".join(path).encode("utf-8", "backslashreplace").decode()
             if text in self._paths:  # keys 0 and '0', or 'a.b' and a nest of the two
                 text = f"{text}#{number}"
             self._paths.add(text)
