@@ -1,0 +1,182 @@
+"""Everstep's own options: what `everstep run` and `everstep srun` share, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+import msgspec
+from everstep.recovery.errors import UsageError
+
+Resume = Literal["auto", "none"]
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+ORDERS_VARIABLE = "EVERSTEP_AGENT"
+"""The environment variable in which an agent under srun finds its orders (JSON, no secret in it)."""
+
+SECRET_VARIABLE = "EVERSTEP_SECRET"  # noqa: S105 - the variable's name, not a secret
+"""The environment variable that carries the run's secret; never on a command line."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asked of everstep itself; torchrun's and srun's options are kept elsewhere."""
+
+    standby: int = 1
+    """Standbys on each node."""
+    spare_nodes: int = 0
+    """Nodes, of those given, whose workers are all standbys."""
+    events: Path | None = None
+    """File that one JSON object a line is appended to."""
+    run_dir: Path | None = None
+    """Directory on a shared file system, for what must be agreed on by all nodes."""
+    resume: Resume = "auto"
+    """Whether a run that finds no state in memory goes on from its newest checkpoint."""
+    nnodes: int | None = None
+    """Embedded mode only: how many nodes this machine plays."""
+    interface: str | None = None
+    """Network interface (`ib0`) or address that state and groups travel over; None: the host's own choice."""
+    heartbeat: float = 0.25
+    """Seconds between an agent's signs of life; four missed ones mean the node is lost."""
+
+
+class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """What `everstep srun` tells the agents that it starts, by way of the environment."""
+
+    options: RunOptions
+    command: tuple[str, ...]
+    """The user's command from `torchrun` on: each agent parses it on its own node, with its own devices."""
+    nnodes: int
+    """Nodes in the step, spare nodes included."""
+    everstep: str
+    """The version that gave the orders; an agent of another one refuses them."""
+    worker_env: dict[str, str] = {}
+    """Variables that srun had to do without and workers may read (SLURM_CPUS_PER_TASK): set in each."""
+
+
+def encode_orders(orders: AgentOrders) -> str:
+    """Orders as JSON, for the environment variable `EVERSTEP_AGENT`."""
+    return msgspec.json.encode(orders, enc_hook=str).decode()
+
+
+def decode_orders(text: str) -> AgentOrders:
+    """The orders that `encode_orders` wrote.
+
+    Raises UsageError where the text is not such orders.
+    """
+    try:
+        return msgspec.json.decode(
+            text, type=AgentOrders, dec_hook=lambda kind, value: kind(value) if kind is Path else value
+        )
+    except (msgspec.DecodeError, TypeError) as error:
+        raise UsageError(
+            f"{ORDERS_VARIABLE} does not hold an agent's orders ({error}): "
+            "`everstep agent` is started by `everstep srun`, not by hand"
+        ) from error
+
+
+def _file(**kwargs: Any) -> click.Path:
+    # Resolved here: an agent under srun may have another working directory (--chdir).
+    return click.Path(resolve_path=True, path_type=Path, **kwargs)
+
+
+_SHARED = (
+    click.option(
+        "--standby",
+        type=click.IntRange(min=0),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Workers kept warm on each node, imports done, to take a rank whose worker dies.",
+    ),
+    click.option(
+        "--spare-nodes",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Nodes, of those you asked for, that hold only standbys until a node is lost. "
+        "With -N9 --spare-nodes 1 the job trains on 8.",
+    ),
+    click.option(
+        "--events",
+        type=_file(dir_okay=False),
+        metavar="FILE",
+        help="Append one JSON object a line to FILE: faults, generations, restores, first steps.",
+    ),
+    click.option(
+        "--run-dir",
+        type=_file(file_okay=False),
+        metavar="DIR",
+        help="A directory that all nodes share. With it, any number of surviving nodes can go on; "
+        "without it, a majority.",
+    ),
+    click.option(
+        "--resume",
+        type=click.Choice(["auto", "none"]),
+        default="auto",
+        show_default=True,
+        help="Where nobody holds the state in memory: auto goes on from the newest valid checkpoint, "
+        "none begins at step 0.",
+    ),
+    click.option(
+        "--interface",
+        metavar="NAME",
+        help="Network interface or address for state and process groups, such as ib0 or 10.1.2.3.",
+    ),
+    click.option(
+        "--heartbeat",
+        type=click.FloatRange(min=0.05, max=60),
+        default=0.25,
+        metavar="SECONDS",
+        hidden=True,
+        help="Seconds between an agent's signs of life.",
+    ),
+)
+
+
+def shared_options(command: Command) -> Command:
+    """Decorate a click command with the options that `everstep run` and `everstep srun` share."""
+    for option in reversed(_SHARED):
+        command = option(command)
+    return command
+
+
+@click.command(add_help_option=False)
+@shared_options
+def _probe(**_: Any) -> None:
+    """Carries the shared options outside of any command line, for parsing and for listing."""
+
+
+@functools.cache
+def names() -> Mapping[str, bool]:
+    """Every spelling of everstep's own options, and whether a value follows it."""
+    return {
+        spelling: not parameter.is_flag
+        for parameter in _probe.params
+        if isinstance(parameter, click.Option)
+        for spelling in parameter.opts
+    }
+
+
+def from_click(**params: Any) -> RunOptions:
+    """The options of a click command decorated with `shared_options`; parameters not ours are left out."""
+    known = {field.name for field in dataclasses.fields(RunOptions)}
+    return RunOptions(**{name: value for name, value in params.items() if name in known})
+
+
+def parse(argv: Sequence[str]) -> RunOptions:
+    """Everstep's options from words of the command line, as `split` sets them apart.
+
+    Raises UsageError, in one line, where an option is unknown or its value will not do.
+    """
+    try:
+        context = _probe.make_context("everstep", list(argv))
+    except click.ClickException as error:
+        raise UsageError(f"{error.format_message()} (see `everstep srun --help`)") from error
+    return from_click(**context.params)
