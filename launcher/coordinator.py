@@ -1,0 +1,181 @@
+"""The coordinator: membership behind a socket.
+
+A role of one agent, in that agent's own loop. It authenticates agents by CURVE, counts
+their heartbeats, feeds `Membership`, and carries out what that decides: messages to
+agents, the events file, the log. It decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from everstep.launcher import membership as ms
+from everstep.launcher import messages as m
+from everstep.launcher.keys import Keys
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+MISSED = 4  # heartbeats
+_FAREWELL = 6.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended."""
+
+    code: int
+    reason: str
+
+
+class _Allowed:
+    """Only agents that derived the run's client key get in."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class Coordinator:
+    """Serve until the run is over, then `outcome` is set."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, keys: Keys, config: ms.Config, heartbeat: float, events: Path | None
+    ) -> None:
+        self._membership = ms.Membership(config)
+        self._heartbeat = heartbeat
+        self._expected = config.nnodes + config.spare_nodes
+        self._events = os.open(events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if events else None
+        self._heard: dict[str, float] = {}
+        self._gone: set[str] = set()
+        self._dropped = 0
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._authenticator = AsyncioAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=_Allowed(keys.client_public))
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.server_secret
+        self._socket.curve_publickey = keys.server_public
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+
+    def bind(self, host: str, port: int) -> None:
+        """Listen. Raises zmq.ZMQError."""
+        self._socket.bind(f"tcp://{host}:{port}")
+
+    def adopt(self, fd: int) -> None:
+        """Listen on a socket that is bound already."""
+        self._socket.setsockopt(zmq.USE_FD, fd)
+        self._socket.bind("tcp://127.0.0.1:*")
+
+    async def serve(self, gather_within: float) -> Outcome:
+        """Run until the end; everybody has been told to stop by then."""
+        tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(gather_within))]
+        outcome = await self.outcome
+        await self._farewell()
+        for task in tasks:
+            task.cancel()
+        self._authenticator.stop()
+        self._socket.close()
+        return outcome
+
+    async def _receive(self) -> None:
+        while True:
+            parts = await self._socket.recv_multipart()
+            try:
+                if len(parts) != 2:
+                    raise m.BadMessage(f"{len(parts)} parts")
+                message = m.decode_from_agent(parts[1])
+                node = parts[0].decode()
+            except (m.BadMessage, UnicodeDecodeError) as error:
+                self._dropped += 1
+                if self._dropped in (1, 100, 10_000):
+                    _say(f"{self._dropped} malformed messages dropped so far, the last: {error}")
+                continue
+            self._heard[node] = time.monotonic()
+            if isinstance(message, m.Bye):
+                self._gone.add(node)
+                if not self.outcome.done():
+                    self._act(self._membership.handle(node, ms.NodeLost("its agent, which was told to stop")))
+            else:
+                self._act(self._membership.handle(node, message))
+
+    async def _watch(self, gather_within: float) -> None:
+        """Heartbeats, both ways."""
+        last, began = time.monotonic(), time.monotonic()
+        while True:
+            await asyncio.sleep(self._heartbeat)
+            now = time.monotonic()
+            if now - last > 2 * self._heartbeat:  # it was we who stood still: nobody is late by that much
+                for node in self._heard:
+                    self._heard[node] += now - last - self._heartbeat
+            last = now
+            if self._membership.phase == "gathering" and now - began > gather_within:
+                here = len(self._membership.nodes)
+                self._act([ms.End(75, f"{here} of {self._expected} nodes are here after {gather_within:.0f} s: see whether the others could start")])
+            for node, heard in list(self._heard.items()):
+                if node not in self._gone and now - heard > MISSED * self._heartbeat:
+                    self._gone.add(node)
+                    self._act(self._membership.handle(node, ms.NodeLost(f"{MISSED} missed heartbeats")))
+                elif node not in self._gone:
+                    await self._send(node, m.Beat())
+
+    def _act(self, actions: list[ms.Action]) -> None:
+        for action in actions:
+            if isinstance(action, ms.To):
+                asyncio.ensure_future(self._send(action.node, action.message))
+            elif isinstance(action, ms.Emit):
+                self._emit(action.event, action.fields)
+            elif isinstance(action, ms.Say):
+                _say(action.text)
+            elif not self.outcome.done():
+                _say_end(action)
+                self.outcome.set_result(Outcome(action.code, action.reason))
+
+    async def _send(self, node: str, message: m.ToAgent) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            await self._socket.send_multipart([node.encode(), m.encode(message)])
+
+    def _emit(self, event: str, fields: dict[str, Any]) -> None:
+        if self._events is None:
+            return
+        line = json.dumps({"t": time.time(), "event": event, **fields}) + "\n"
+        try:
+            os.write(self._events, line.encode())
+        except OSError as error:
+            _say(f"the events file cannot be written any more: {error}")
+            self._events = None
+
+    async def _farewell(self) -> None:
+        """Tell every agent to stop, and wait for each to say that its workers are gone."""
+        outcome = self.outcome.result()
+        waiting = {node for node in self._membership.nodes if node not in self._gone}
+        for node in waiting:
+            await self._send(node, m.Stop(outcome.code, outcome.reason))
+        deadline = time.monotonic() + _FAREWELL
+        while waiting - self._gone and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+
+def _say(text: str) -> None:
+    print(f"everstep: {text}", file=sys.stderr, flush=True)
+
+
+def _say_end(end: ms.End) -> None:
+    if end.code == 0:
+        _say("finished")
+        return
+    if end.detail:
+        sys.stderr.write(end.detail.rstrip() + "\n")
+    _say(f"error: {end.reason} (exit code {end.code})")

@@ -1,0 +1,141 @@
+"""A small process above the agent, so that nothing of the run outlives it.
+
+The agent is a child of the guardian, and the guardian is a subreaper: if the agent is
+killed outright, everything that it started falls to the guardian, which ends it. If
+the guardian is killed, the agent is told by the kernel and ends its own. Both hold a
+process each; neither imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_GRACE = 4.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process `sig` when its parent ends (the parent's thread, to be exact)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def guarded(main: Callable[[], int]) -> int:
+    """Run `main` in a child process; its exit code, once nothing of it is left."""
+    parent = os.getppid()
+    adopt_orphans()
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        return 128 + signal.SIGTERM
+    guardian = os.getpid()
+    child = os.fork()
+    if child == 0:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != guardian:
+            os._exit(75)
+        os._exit(_outcome(main))
+    return _watch(child)
+
+
+def _outcome(main: Callable[[], int]) -> int:
+    import sys
+    import traceback
+
+    try:
+        code = main()
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
+
+
+def _watch(child: int) -> int:
+    deadline: list[float] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        deadline.append(time.monotonic() + _GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE)
+
+    def too_late(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, pass_on)
+    signal.signal(signal.SIGALRM, too_late)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            break
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    end_descendants(set())
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def end_descendants(spare: set[int], session: int | None = None) -> int:
+    """SIGKILL this process's children that are not in `spare`, and their children; how many.
+
+    With `session`, also whatever belongs to that session. A child that is not known
+    is an orphan of one that has ended.
+    """
+    me = os.getpid()
+    killed: set[int] = set()
+    for _ in range(50):
+        doomed = _doomed(me, spare, session)
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= doomed
+        for pid in doomed:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not doomed:
+            break
+        if session is not None:
+            break  # orphans come to us by and by; the caller looks again
+        time.sleep(0.01)
+    return len(killed)
+
+
+def _doomed(me: int, spare: set[int], session: int | None) -> set[int]:
+    table = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        table[int(name)] = (fields[0], int(fields[1]), int(fields[3]))  # state, parent, session
+    doomed = {p for p, (state, parent, sid) in table.items() if parent == me and p not in spare}
+    if session is not None:
+        doomed |= {p for p, (state, parent, sid) in table.items() if sid == session}
+    grown = True
+    while grown:
+        more = {p for p, (state, parent, sid) in table.items() if parent in doomed and p not in spare}
+        grown = not more <= doomed
+        doomed |= more
+    doomed.discard(me)
+    return doomed - spare

@@ -1,0 +1,59 @@
+"""From the words of a command line to a running run: `everstep run` and `everstep srun`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+from everstep.launcher import options as own
+from everstep.launcher import torchrun
+from everstep.launcher.local import run_local
+
+RUN_HELP = """\
+Usage: everstep run [options] [torchrun options] script.py [args]
+
+Run a script on nodes played by this machine, with workers, standbys and recovery as on a cluster.
+
+  everstep run --nnodes 3 train.py
+  everstep run --nnodes 2 --nproc-per-node 2 --standby 1 --events run.jsonl train.py --epochs 3
+  everstep run --nnodes 2 --spare-nodes 1 -m package.train
+
+Everstep's options:
+{own}
+torchrun's options mean what they mean there (--nnodes, --nproc-per-node, --max-restarts, --log-dir,
+--tee, --redirects, -m, --no-python, …): see `torchrun --help`.
+"""
+
+
+def embedded(words: Sequence[str]) -> int:
+    """`everstep run`: the exit code. Raises UsageError."""
+    if not words or words[0] in ("-h", "--help"):
+        print(RUN_HELP.format(own=_own_help()), end="")
+        return 0 if words else 64
+    ours, spec = torchrun.parse_run(words, own.names())
+    options = own.parse(ours)
+    for note in spec.notes:
+        say(note)
+    return run_local(options, spec)
+
+
+def on_slurm(words: Sequence[str]) -> int:
+    """`everstep srun`: the exit code. Raises UsageError."""
+    from everstep.launcher.step import run_step
+
+    return run_step(words)
+
+
+def _own_help() -> str:
+    formatter = click.HelpFormatter(width=100)
+    with click.Context(own._probe) as context:
+        rows = [record for p in own._probe.params if (record := p.get_help_record(context)) is not None]
+    formatter.indent()
+    formatter.write_dl(rows)
+    return formatter.getvalue()
+
+
+def say(text: str) -> None:
+    """One line of ours."""
+    print(f"everstep: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""DistributedDataParallel after a fault: the private parts that must be put right, all in this file.
+
+DDP lays its gradient buckets out anew after its first backward pass, in the order in
+which gradients became ready. A newcomer's fresh DDP beside survivors' would then mix
+gradients or hang. So every rank *rehearses* once before its first step: one synthetic
+backward in a fixed order, with collectives answered locally, after which DDP has laid
+out its buckets for good, alike on every rank, now and later.
+
+After a fault a reducer may be left unfinished; `reset` puts it back, and never harms.
+
+Private API used (torch 2.13): `reducer._rebuild_buckets`, `reducer._reset_state`,
+`reducer.prepare_for_forward`, `reducer.prepare_for_backward`, `_lazy_init`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.recovery.errors import UsageError
+
+
+def replicas_in(modules: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Every DDP object in these modules, each once, in order."""
+    found: dict[int, DistributedDataParallel] = {}
+    for module in modules:
+        for inner in module.modules():
+            if isinstance(inner, DistributedDataParallel):
+                found.setdefault(id(inner), inner)
+    return list(found.values())
+
+
+def rehearse(ddp: DistributedDataParallel) -> None:
+    """Have DDP lay out its buckets now. Collectives must be answered locally meanwhile.
+
+    Gradients are None afterwards. Raises UsageError for what cannot be rehearsed.
+    """
+    if ddp.static_graph:
+        raise UsageError(
+            "DistributedDataParallel(static_graph=True) cannot be recovered yet: leave static_graph out"
+        )
+    if ddp.find_unused_parameters:
+        return  # such a DDP never lays its buckets out anew
+    params = [p for p in ddp.module.parameters() if p.requires_grad]
+    params = [p for p in params if id(p) not in _ignored(ddp)]
+    kept = [(p, p.grad) for p in params]
+    for p in params:
+        p.grad = None
+    if not ddp._lazy_init_ran:
+        ddp._lazy_init()
+    with torch.enable_grad():
+        ddp.reducer.prepare_for_forward()
+        ddp.reducer.prepare_for_backward([])
+        for p in reversed(params):
+            # One parameter at a time, last first: the order must not be autograd's choice.
+            (p.reshape(-1)[:1].sum() * 0).backward()
+        ddp.reducer._rebuild_buckets()
+    for p, grad in kept:
+        p.grad = grad
+    reset(ddp)
+
+
+def reset(ddp: DistributedDataParallel) -> None:
+    """Forget a backward pass that did not end."""
+    ddp.reducer._reset_state()
+    ddp.require_backward_grad_sync = True
+
+
+def parameters_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """Every parameter of these modules, each once."""
+    seen: set[int] = set()
+    for module in modules:
+        for p in module.parameters():
+            if id(p) not in seen:
+                seen.add(id(p))
+                yield p
+
+
+def _ignored(ddp: DistributedDataParallel) -> set[int]:
+    names = getattr(ddp, "parameters_to_ignore", set())
+    return {id(p) for name, p in ddp.module.named_parameters() if name in names}

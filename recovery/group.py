@@ -1,0 +1,275 @@
+"""A process group whose inside can be replaced, so that DDP objects outlive a peer's death.
+
+`Group` is what the user, DDP and torch's default group hold for the whole life of
+the process. Each generation gives it a new inside: gloo for CPU tensors, NCCL for
+CUDA ones. Between a fault and the next generation, and during the set-up of a
+worker that joins later, collectives are *answered locally* by torch's fake group.
+
+Not run on hardware yet: the NCCL half (the same path, with NCCL's own abort).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from everstep.launcher import messages as m
+from everstep.recovery.control import Control
+from everstep.recovery.errors import Fault, UsageError
+from everstep.recovery.sockets import Sockets
+
+BACKEND = "everstep"
+# How long building a group may take, where nothing aborts it.
+CONNECT = timedelta(seconds=60)
+# As torch's own default for collectives; hangs are noticed by the launcher, much earlier.
+TIMEOUT = timedelta(minutes=30)
+
+_FORWARDED = (
+    "allreduce allreduce_coalesced broadcast reduce barrier "
+    "allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced "
+    "all_gather_single all_gather_single_coalesced gather scatter "
+    "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
+    "reduce_scatter_single reduce_scatter_single_coalesced "
+    "alltoall alltoall_base all_to_all_single send recv recv_anysource monitored_barrier "
+    "_start_coalescing _end_coalescing"
+).split()
+
+
+class Rendezvous(dist.Store):
+    """A store for one generation: entries are published through the launcher to every rank.
+
+    It is authenticated (it *is* the control connection), has no port, and a wait in
+    it ends as soon as the next generation begins.
+    """
+
+    def __init__(self, control: Control, generation: int) -> None:
+        super().__init__()
+        self._control = control
+        self._generation = generation
+        self.published: list[bytes] = []
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value if isinstance(value, bytes) else value.encode("latin-1")
+        self._control.send(m.Published(self._generation, key, data))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value = self._control.entry(self._generation, key)
+        if value is None:
+            raise Fault(f"rendezvous entry {key} of generation {self._generation} is gone")
+        self.published.append(value)
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        control, generation = self._control, self._generation
+        control.wait_in(generation, lambda: all(control.entry(generation, k) is not None for k in keys))
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._control.entry(self._generation, k) is not None for k in keys)
+
+
+class Inside:
+    """The communicators of one generation, and how to break them off."""
+
+    def __init__(self, control: Control, generation: int, rank: int, world: int, host: str) -> None:
+        self.generation = generation
+        self._store = Rendezvous(control, generation)
+        self._sockets = Sockets()
+        self._backends: list[Any] = []
+        self.group: Any = None
+        self._control = control
+        self._failure: BaseException | None = None
+        self._shape = (rank, world, host)
+        self._shut = False
+
+    def connect(self) -> None:
+        """Build the communicators. Raises Fault as soon as the next generation begins.
+
+        It is done in a thread of its own, which is left to its own time-out when a
+        peer dies half-way: a gloo that waits to be connected to cannot be woken.
+        """
+        built = threading.Event()
+
+        def build() -> None:
+            try:
+                self._build()
+            except BaseException as error:
+                self._failure = error
+            built.set()
+            self._control.note()
+
+        threading.Thread(target=build, name="everstep-connect", daemon=True).start()
+        self._control.wait_in(self.generation, built.is_set)
+        if self._failure is not None:
+            raise Fault(f"the group could not be built: {self._failure}") from self._failure
+
+    def _build(self) -> None:
+        rank, world, host = self._shape
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = CONNECT
+        options._threads = 2
+        store = dist.PrefixStore(f"everstep/{self.generation}/cpu", self._store)
+        gloo = dist.ProcessGroupGloo(store, rank, world, options)
+        self._sockets.keep(self._store.published)
+        gloo.set_timeout(TIMEOUT)
+        group = dist.ProcessGroup(store, rank, world)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._backends.append(gloo)
+        if torch.cuda.is_available():  # not run on hardware yet
+            nccl_store = dist.PrefixStore(f"everstep/{self.generation}/cuda", self._store)
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = TIMEOUT
+            nccl = dist.ProcessGroupNCCL(nccl_store, rank, world, nccl_options)
+            group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+            self._backends.append(nccl)
+        self.group = group
+
+    def abort(self) -> None:
+        """Make every call that is blocked in these communicators raise. From any thread."""
+        if self._shut:
+            return
+        self._shut = True
+        self._sockets.shut(self._store.published)
+        for backend in self._backends[1:]:  # NCCL's abort is real; gloo's blocks nothing and frees nothing
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+
+    def close(self) -> None:
+        """Drop the communicators; their threads are joined."""
+        self.abort()
+        self._backends.clear()
+        self.group = None
+        self._sockets.close()
+
+
+class Group(dist.ProcessGroup):
+    """The run's process group: forwards each collective to the inside of the generation."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world)
+        self._rank, self._world = rank, world
+        self._fake = FakeProcessGroup._create_internal(rank, world)
+        self._local: Any = dist.ProcessGroup(dist.HashStore(), rank, world)
+        self._local._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            self._local._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, self._fake)
+        self._inside: Inside | None = None
+        self._lock = threading.Lock()
+        self._name = BACKEND
+        self.refusal: str | None = None  # why a collective is not allowed now
+        self.before: Callable[[], None] | None = None  # fault injection
+
+    # --- changed by the run ---------------------------------------------------------------------
+
+    def use(self, inside: Inside | None) -> None:
+        """Take a new inside; None answers collectives locally."""
+        with self._lock:
+            old, self._inside = self._inside, inside
+        if old is not None and old is not inside:
+            old.close()
+
+    def abort(self, before: int | None = None) -> float:
+        """Break off the inside, if it is older than generation `before`; seconds taken."""
+        began = time.monotonic()
+        inside = self._inside
+        if inside is not None and (before is None or inside.generation < before):
+            inside.abort()
+        return time.monotonic() - began
+
+    # --- what torch calls -----------------------------------------------------------------------
+
+    def _target(self) -> Any:
+        if self.refusal is not None:
+            raise UsageError(self.refusal)
+        if self.before is not None:
+            self.before()
+        inside = self._inside
+        return self._local if inside is None else inside.group
+
+    def size(self) -> int:
+        return self._world
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._world
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+
+class Answered(dist._Work):
+    """A collective that was answered locally: done, its result the tensors as they are."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: Group, *args: Any, **kwargs: Any) -> Any:
+        target = self._target()
+        work = getattr(target, name)(*args, **kwargs)
+        if target is self._local and work is not None:
+            return Answered(args[0] if args else [])
+        return work
+
+    method.__name__ = name
+    return torch._dynamo.disable(method) if hasattr(torch, "_dynamo") else method
+
+
+for _name in _FORWARDED:
+    setattr(Group, _name, _forward(_name))
+
+
+def make_default(group: Group) -> None:
+    """Make `group` the default group of torch.distributed. There is one a process."""
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
+        if dist.is_initialized():
+            raise UsageError(
+                "torch.distributed.new_group() under everstep: sub-groups are not recovered yet; "
+                "use the default group"
+            )
+        return group
+
+    devices = ["cpu", "cuda"]
+    dist.Backend.register_backend(BACKEND, create, devices=devices)
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=group.rank(), world_size=group.size())

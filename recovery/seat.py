@@ -1,0 +1,334 @@
+"""A rank's part in the generations: how it joins one, and how it tells a fault from an error.
+
+`Seat` is what stands between `Run` and the launcher. `Solo` is the same for a script
+that runs under plain python or plain torchrun: nothing to join, no peer to receive from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from everstep.launcher import messages as m
+from everstep.recovery import state
+from everstep.recovery.checkpoint import Checkpoints
+from everstep.recovery.control import Control
+from everstep.recovery.errors import EverstepError, Fault, NoStateError
+from everstep.recovery.group import Group, Inside
+from everstep.recovery.restore import Impossible, Plan, plan
+from everstep.recovery.transfer import Exchange
+
+# How long a failed collective waits to hear of the fault behind it before it reports itself.
+_HEARSAY = 5.0
+# What torch says when a peer is gone. Only a hint: it decides whether to wait for the launcher's word.
+_COMMUNICATION = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe", "Socket", "everstep")
+
+
+@dataclass
+class Held:
+    """What a rank holds, and the means to change it: `Run`'s side of joining."""
+
+    tracked: dict[str, Any]
+    committed: int
+    whole: bool
+    checkpoints: Checkpoints | None
+    resume: bool
+    device: torch.device
+    restored: Callable[[int], None]  # state was loaded: this many steps are committed now
+
+
+class AnySeat(Protocol):
+    """What `Run` needs of a seat."""
+
+    def join(self, held: Held) -> None: ...
+    def is_fault(self, error: BaseException) -> bool: ...
+    def committed(self, committed: int) -> None: ...
+    def check(self) -> None: ...
+    def leave_group(self) -> None: ...
+    def finish(self, total: int) -> None: ...
+    @property
+    def generation(self) -> int: ...
+
+
+class Seat:
+    """A rank under the launcher."""
+
+    def __init__(self, control: Control, assign: m.Assign, group: Group, exchange: Exchange, worker: str) -> None:
+        self._control = control
+        self._group = group
+        self._exchange = exchange
+        self._worker = worker
+        self._start = assign.start
+        self.rank, self._world = assign.rank, assign.world_size
+        self._joined = 0
+        self._reported = 0  # newest generation whose first commit was reported
+        self._inside: Inside | None = None
+        self.reach: Callable[[str], None] = lambda at: None
+
+    @property
+    def generation(self) -> int:
+        return self._joined or self._control.generation
+
+    @property
+    def ever_joined(self) -> bool:
+        """Was this worker ever part of a generation."""
+        return self._joined > 0
+
+    def connect(self, generation: int) -> None:
+        """Build this generation's group and use it."""
+        began = time.monotonic()
+        inside = Inside(self._control, generation, self.rank, self._world, self._exchange.host)
+        self._inside = inside
+        try:
+            inside.connect()
+        except Fault:
+            inside.close()
+            self._inside = None
+            raise
+        self._group.use(inside)
+        self._control.send(m.GroupReady(generation, time.monotonic() - began))
+
+    def on_abort(self, generation: int) -> None:
+        """In the control thread: break off everything older than `generation`."""
+        began = time.monotonic()
+        inside = self._inside
+        if inside is not None and inside.generation < generation:
+            inside.abort()
+        self._exchange.abort()
+        self._control.send(m.AbortDone(generation, time.monotonic() - began))
+
+    # --- joining --------------------------------------------------------------------------------
+
+    def join(self, held: Held) -> None:
+        """Be part of the newest generation, with the state of its step.
+
+        Raises EverstepError where the run cannot go on.
+        """
+        while self._joined != self._control.generation:
+            generation = self._control.generation
+            try:
+                self._join(generation, held)
+            except Fault as fault:
+                self._retry(generation, fault)
+
+    def _retry(self, generation: int, fault: Fault) -> None:
+        """A generation could not be joined: by the next one, which this asks for if nobody else has."""
+        self.leave_group()
+        control = self._control
+        if not control.wait(lambda: control.generation > generation, _HEARSAY):
+            control.send(m.Trouble(generation, str(fault)[:300]))
+            control.wait(lambda: control.generation > generation)
+
+    def _join(self, generation: int, held: Held) -> None:
+        self.reach("join")
+        members, go = self._assemble(generation, held, with_rank=True)
+        self._restore(members, go, held)
+        if self._inside is None or self._inside.generation != generation:
+            self.connect(generation)
+        else:
+            self._control.send(m.GroupReady(generation, 0.0))
+        self._joined = generation
+
+    def donate(self, held: Held) -> None:
+        """A worker that is leaving after an exception stays a donor for whoever takes its rank."""
+        generation = self._control.generation
+        if generation == self._joined:
+            return
+        try:
+            members, go = self._assemble(generation, held, with_rank=False)
+            self._restore(members, go, held)
+        except Fault:
+            return
+        self._joined = generation
+
+    def _assemble(self, generation: int, held: Held, *, with_rank: bool) -> tuple[Plan, m.Go]:
+        snap = state.snapshot(held.tracked)
+        start = self._start and not self._joined
+        newest = -1
+        if held.checkpoints is not None and with_rank and not self._joined:
+            newest = newest_to_try(held, start, self.rank)
+        self._control.send(
+            m.Ready(
+                generation,
+                held.committed,
+                held.whole,
+                not self._joined and not held.committed,
+                self._exchange.host,
+                self._exchange.port,
+                state.layout(snap.skeleton),
+                newest,
+                state.fingerprint(snap) if start else "",
+            )
+        )
+        control = self._control
+        control.wait_in(generation, lambda: control.go is not None and control.go.generation == generation)
+        go = control.go
+        if go is None:
+            raise Fault("no table")
+        decision = plan(go.members, progress=go.progress)
+        if isinstance(decision, Impossible):
+            raise NoStateError(decision.reason)
+        return decision, go
+
+    def _restore(self, decision: Plan, go: m.Go, held: Held) -> None:
+        if decision.loader == self._worker:
+            self._load(go.generation, held)
+        donor = next((t.donor for t in decision.transfers if t.receiver == self._worker), None)
+        if donor is not None:
+            self.reach("receive")
+            self._receive(donor, go, held)
+        receivers = [t.receiver for t in decision.transfers if t.donor == self._worker]
+        if receivers:
+            self.reach("send")
+            self._exchange.serve(go.generation, receivers, held.committed, state.snapshot(held.tracked))
+
+    def _load(self, generation: int, held: Held) -> None:
+        began = time.monotonic()
+        size = load_newest(held)
+        self._control.send(m.Restored(generation, size, time.monotonic() - began, [], "disk"))
+
+    def _receive(self, donor: str, go: m.Go, held: Held) -> None:
+        them = next(x for x in go.members if x.worker == donor)
+        # Into live tensors only where nothing is lost if the donor dies half-way.
+        disposable = not held.whole or not self._joined
+
+        def land(skeleton: bytes) -> list[torch.Tensor]:
+            if disposable:
+                return state.landing(held.tracked, skeleton, held.device)
+            return [state.empty_like_spec(s, s.device if s.device == "cpu" else held.device) for s in state.specs(skeleton)]
+
+        got = self._exchange.fetch(go.generation, self._worker, (them.host, them.port), go.token, land)
+        state.load(held.tracked, got.skeleton, got.tensors)
+        held.restored(got.committed)
+        held.committed, held.whole = got.committed, True
+        self._control.send(m.Restored(go.generation, got.nbytes, got.seconds, [them.rank], "peer"))
+
+    # --- faults ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises Fault when this generation is over."""
+        if self._joined and self._control.generation > self._joined:
+            raise Fault(f"generation {self._control.generation} has begun")
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Is there a lost peer behind this exception? May wait a moment for the launcher's word."""
+        chain = list(_chain(error))
+        if any(isinstance(e, EverstepError) for e in chain):
+            return False
+        if any(isinstance(e, Fault) for e in chain):
+            return True
+        control, joined = self._control, self._joined
+        if control.generation > joined:
+            return True
+        if not any(isinstance(e, RuntimeError) and any(w in str(e) for w in _COMMUNICATION) for e in chain):
+            return False
+        if control.wait(lambda: control.generation > joined, _HEARSAY):
+            return True
+        what = str(error).splitlines()[0][:300]
+        control.send(m.Trouble(joined, what))
+        return control.wait(lambda: control.generation > joined, 4 * _HEARSAY)
+
+    def leave_group(self) -> None:
+        """Collectives are answered locally until the next generation is joined."""
+        self._group.use(None)
+        self._inside = None
+
+    # --- progress -------------------------------------------------------------------------------
+
+    def committed(self, committed: int) -> None:
+        """A step was committed. The first one of a generation is reported."""
+        if self._reported != self._joined:
+            self._reported = self._joined
+            self._control.send(m.Committed(self._joined, committed))
+
+    def finish(self, total: int) -> None:
+        """Wait until every rank has committed the last step. Raises Fault."""
+        control = self._control
+        control.send(m.Done(total))
+        control.wait_in(self._joined, lambda: control.all_done >= total)
+
+
+class Solo:
+    """A rank under plain python or plain torchrun: checkpoints are its only memory."""
+
+    generation = 1
+
+    def __init__(self) -> None:
+        self._joined = False
+
+    def join(self, held: Held) -> None:
+        """Load the newest valid checkpoint, the same on every rank."""
+        if self._joined:
+            return
+        self._joined = True
+        if held.checkpoints is None:
+            return
+        # Rank 0 decides, so that all load the same one; -1: there is none.
+        newest = newest_to_try(held, True, 0) if dist.get_rank() == 0 else -1
+        agreed = torch.tensor([newest], device=held.device)
+        dist.broadcast(agreed, 0)
+        if int(agreed.item()) >= 0:
+            load_newest(held)
+            agreed.fill_(held.committed)
+            dist.broadcast(agreed, 0)
+            if int(agreed.item()) != held.committed:
+                raise NoStateError(
+                    f"rank {dist.get_rank()} reads the checkpoint of step {held.committed}, rank 0 that of "
+                    f"step {int(agreed.item())}: keep checkpoints on a file system that all nodes share"
+                )
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Nobody repairs anything here."""
+        return False
+
+    def committed(self, committed: int) -> None:
+        """Nobody listens."""
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+    def leave_group(self) -> None:
+        """Nothing to leave."""
+
+    def finish(self, total: int) -> None:
+        """The others end by themselves."""
+
+
+def newest_to_try(held: Held, start: bool, rank: int) -> int:
+    """Committed steps of the newest checkpoint here, not verified yet; -1: none counts.
+
+    With `--resume none` a run that starts puts older checkpoints aside, and trusts only its own.
+    """
+    if held.checkpoints is None:
+        return -1
+    if start and not held.resume:
+        if rank == 0:
+            held.checkpoints.set_aside()
+        return -1
+    return next(iter(held.checkpoints.candidates()), -1)
+
+
+def load_newest(held: Held) -> int:
+    """Load the newest checkpoint that is valid; bytes read. Raises NoStateError where there is none."""
+    found = held.checkpoints.newest_valid() if held.checkpoints is not None else None
+    if found is None:
+        raise NoStateError(
+            "there are checkpoints, but none is valid (see above); to begin at step 0, start with --resume none"
+        )
+    state.load(held.tracked, found.skeleton, found.tensors)
+    held.restored(found.committed)
+    held.committed, held.whole = found.committed, True
+    return sum(t.nbytes for t in found.tensors)
+
+
+def _chain(error: BaseException | None) -> Any:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,96 @@
+"""Finding gloo's sockets, so that a blocked collective can be broken off.
+
+Gloo has no working abort: what works is `shutdown()` on its sockets from another
+thread, which makes the blocked call raise within milliseconds here and at its
+peers. Gloo does not hand its sockets out, so they are found among the descriptors
+that appeared while the group was built, and only those are taken whose own or
+peer's address stands in the rendezvous entries that gloo published: a socket that
+another thread of the user opened meanwhile is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterable
+
+
+def descriptors() -> set[int]:
+    """The file descriptors that are open now."""
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+class Sockets:
+    """The sockets of one gloo group; `published` are the rendezvous entries of all its ranks."""
+
+    def __init__(self) -> None:
+        self._before = descriptors()
+        self._kept: list[socket.socket] | None = None
+
+    def keep(self, published: Iterable[bytes]) -> None:
+        """Take a duplicate of each socket now, so that a later descriptor of the same number is not mistaken."""
+        self._kept = self._find(published)
+
+    def shut(self, published: Iterable[bytes]) -> int:
+        """Shut the group's sockets down; how many there were. Works in mid-construction too."""
+        found = self._kept if self._kept is not None else self._find(published)
+        for sock in found:
+            with contextlib.suppress(OSError):  # its peer may have closed it already
+                sock.shutdown(socket.SHUT_RDWR)
+        return len(found)
+
+    def close(self) -> None:
+        """Give the duplicates back."""
+        for sock in self._kept or ():
+            sock.close()
+        self._kept = []
+
+    def _find(self, published: Iterable[bytes]) -> list[socket.socket]:
+        entries = list(published)
+        found = []
+        for fd in descriptors() - self._before:
+            try:
+                copy = os.dup(fd)
+            except OSError:
+                continue
+            try:
+                sock = socket.socket(fileno=copy)
+            except OSError:  # no socket
+                os.close(copy)
+                continue
+            if sock.type == socket.SOCK_STREAM and not _listens(sock) and _is_of(sock, entries):
+                found.append(sock)
+            else:
+                sock.close()
+        return found
+
+
+def _listens(sock: socket.socket) -> bool:
+    # A listener that is shut down makes gloo's accept fail, which ends the process uncatchably.
+    try:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
+
+
+def _is_of(sock: socket.socket, entries: list[bytes]) -> bool:
+    for name in (sock.getsockname, sock.getpeername):
+        try:
+            raw = _raw_address(sock.family, name())
+        except OSError:
+            continue
+        if raw and any(raw in entry for entry in entries):
+            return True
+    return False
+
+
+def _raw_address(family: int, address: tuple[str, int]) -> bytes:
+    """The address as it stands in a sockaddr, without what follows."""
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_aton(address[0])
+    if family == socket.AF_INET6:
+        head = struct.pack("=H", family) + struct.pack("!H", address[1])
+        return head  # flow label and scope differ between ends; family and port are enough here
+    return b""
