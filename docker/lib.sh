@@ -1,0 +1,49 @@
+# What docker/*.sh share. Sourced, not run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+REPO=$PWD
+IMAGE=everstep-cluster
+BASE=debian:trixie-slim
+# Where engine.sh writes which engine is ours: "PID START-TIME" (a pid alone may be another process by then).
+ENGINE_RECORD=/run/everstep-dockerd
+
+# The image needs nothing of BuildKit, and a client may come without it.
+export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0
+
+say() { printf '%s\n' "$*" >&2; }
+fail() {
+    say "error: $*"
+    exit 1
+}
+
+engine_answers() { docker version --format '{{.Server.Version}}' > /dev/null 2>&1; }
+
+compose_command() {
+    if docker compose version > /dev/null 2>&1; then
+        echo docker compose
+    else
+        echo docker-compose
+    fi
+}
+compose() { $(compose_command) "$@"; }
+
+# Run a command on a machine of the cluster, its errors left out.
+on_machine() {
+    local name=$1
+    shift
+    compose exec -T "$name" "$@" 2> /dev/null < /dev/null
+}
+
+# Every compute node is there and without a job.
+cluster_is_up() {
+    [ "$(on_machine controller sinfo --noheader --Node --responding --states=idle,alloc,mix | wc -l)" = 4 ] &&
+        on_machine login sinfo --noheader > /dev/null
+}
+
+apt_install() {
+    [ "$(id -u)" = 0 ] || fail "$* must be installed, and that needs root: sudo apt-get install $*"
+    command -v apt-get > /dev/null || fail "there is no apt-get here; install what stands for these yourself: $*"
+    say "installing $* ..."
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" > /dev/null
+}

@@ -1,0 +1,32 @@
+#!/bin/bash
+# Bring the test cluster up, from nothing if need be, and say how to use it.
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+docker/engine.sh start
+docker/images.sh
+say "starting the cluster ..."
+log=$(mktemp)
+if ! compose up -d > "$log" 2>&1; then
+    cat "$log" >&2
+    fail "the containers could not be started; what Compose says is above"
+fi
+rm -f "$log"
+deadline=$((SECONDS + 120))
+until cluster_is_up; do
+    if [ $SECONDS -ge $deadline ]; then
+        compose logs --tail=15 >&2 || true
+        fail "the four nodes did not come up in two minutes; their last lines are above"
+    fi
+    sleep 0.5
+done
+
+command=$(compose_command)
+cat << MESSAGE
+
+The cluster is up: controller, login, n1 to n4 (Slurm $(on_machine controller sinfo --version | cut -d' ' -f2 | tr -d '\r')).
+  log in          $command exec -u hpc login bash
+  submit          srun -N4 hostname            (there; /shared is the same folder on all machines)
+  kill a node     $command kill n3             (bring it back: $command start n3)
+  take it down    make cluster-down
+The checkout is mounted at /repo: what you change here is what runs there.
+MESSAGE
