@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from everstep.launcher.options import (
@@ -22,7 +22,7 @@ from everstep.launcher.options import (
     encode_orders,
     names,
 )
-from everstep.launcher.slurm.client import Job, expand
+from everstep.launcher.slurm.client import Job, SlurmClient, expand
 from everstep.launcher.slurm.getopt import Given, read
 from everstep.launcher.slurm.share import cpus, whole_share
 from everstep.launcher.slurm.srun_table import BUILTIN, OptionTable
@@ -130,6 +130,25 @@ def job_of(srun_argv: Sequence[str], environ: Mapping[str, str], table: OptionTa
     """The job that this step is to run in: --jobid, or else the job that we are in; None for a new one."""
     given = Given.of(srun_argv, table).value("jobid") or environ.get("SLURM_JOB_ID", "")
     return int(given) if given.isdigit() else None
+
+
+def find_allocation(
+    srun_argv: Sequence[str], environ: Mapping[str, str], client: SlurmClient, table: OptionTable = BUILTIN
+) -> Allocation | None:
+    """The job that the step will run in, as Slurm describes it; None where srun is to make a new one.
+
+    Where Slurm does not answer for the job that we are in, the environment's word is taken.
+    """
+    job = job_of(srun_argv, environ, table)
+    if job is None:
+        return None
+    try:
+        return Allocation.from_job(client.job(job))
+    except UsageError as error:
+        known = Allocation.from_environ(environ)
+        if known is None or known.job_id != str(job):
+            raise
+        return replace(known, no_kill_reason=str(error))
 
 
 @dataclass(frozen=True)

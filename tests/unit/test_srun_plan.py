@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from everstep.launcher import srun
 from everstep.launcher.options import RunOptions, decode_orders
+from everstep.launcher.slurm.client import Job, Node
 from everstep.recovery.errors import UsageError
 
 COMMAND = ("torchrun", "--nproc-per-node=2", "train.py", "--epochs", "3")
@@ -281,6 +283,46 @@ def test_outside_a_job_there_is_nothing_to_warn_of() -> None:
 )
 def test_the_job_that_the_step_runs_in(words: list[str], environ: dict[str, str], job: int | None) -> None:
     assert srun.job_of(words, environ) == job
+
+
+class Slurm:
+    """A Slurm that knows one job, or answers nothing."""
+
+    def __init__(self, job: Job | None = None) -> None:
+        self._job = job
+
+    def version(self) -> str:
+        return "24.11.5"
+
+    def job(self, job_id: int) -> Job:
+        if self._job is None or self._job.job_id != job_id:
+            raise UsageError("slurmctld does not answer")
+        return self._job
+
+    def nodes(self, names: Sequence[str]) -> tuple[Node, ...]:
+        return ()
+
+
+def test_slurm_s_word_on_the_job_counts_more_than_the_environment_s() -> None:
+    # A node was lost since the batch script began: its variables still say four.
+    slurm = Slurm(Job(7, frozenset({"RUNNING"}), ("n1", "n2", "n4"), no_kill=True))
+    allocation = srun.find_allocation([], IN_JOB, slurm)
+    assert allocation is not None
+    assert allocation.no_kill is True
+    assert plan(environ=IN_JOB, allocation=allocation).nodes == 3
+
+
+def test_where_slurm_does_not_answer_the_environment_is_believed() -> None:
+    allocation = srun.find_allocation([], IN_JOB, Slurm())
+    assert allocation is not None
+    assert (allocation.nodes, allocation.no_kill) == (4, None)
+    assert allocation.no_kill_reason == "slurmctld does not answer"
+    with pytest.raises(UsageError, match="does not answer"):
+        srun.find_allocation(["--jobid=9"], IN_JOB, Slurm())
+
+
+def test_on_a_login_node_there_is_no_job_to_ask_for() -> None:
+    assert srun.find_allocation(["-N2"], {}, Slurm()) is None
 
 
 # --- the command ---
