@@ -54,6 +54,7 @@ class Post:
     bind: str = "127.0.0.1"
     devices: int = 0
     problem: str = ""
+    code: int = 64
 
 
 async def serve(post: Post, secret: str) -> int:
@@ -169,6 +170,7 @@ class Agent:
             versions,
             post.devices,
             post.problem,
+            post.code,
         )
 
     async def _send(self, message: m.FromAgent) -> None:
@@ -180,7 +182,7 @@ class Agent:
         # A DEALER's queue takes it at once; order is kept.
         if self._socket is not None:
             with contextlib.suppress(zmq.ZMQError):
-                self._socket.send(m.encode(message), flags=zmq.NOBLOCK)
+                self._socket.send(m.encode(message))
 
     async def _receive(self) -> None:
         if self._socket is None:

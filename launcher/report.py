@@ -1,0 +1,65 @@
+"""The last word: from the coordinator's agent back to `everstep srun`, which may be on another host."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+from everstep.launcher.keys import Keys
+from zmq.auth.thread import ThreadAuthenticator
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How the run ended."""
+
+    code: int
+
+
+class _Allowed:
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class Ear:
+    """Listens for the run's exit code, on a port of this host."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=_Allowed(keys.client_public))
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.server_secret
+        self._socket.curve_publickey = keys.server_public
+        self.port = self._socket.bind_to_random_port("tcp://*")
+
+    def heard(self, timeout: float) -> int | None:
+        """The run's exit code, if it was told within `timeout` seconds."""
+        while self._socket.poll(int(timeout * 1000)):
+            try:
+                return msgspec.msgpack.decode(self._socket.recv(), type=Ended).code
+            except msgspec.MsgspecError:
+                continue
+        return None
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._authenticator.stop()
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+def tell(address: str, keys: Keys, code: int) -> None:
+    """Tell the ear at `address` (host:port). A lost word costs two seconds and nothing else."""
+    context = zmq.Context()
+    sock = context.socket(zmq.PUSH)
+    sock.curve_serverkey = keys.server_public
+    sock.curve_publickey = keys.client_public
+    sock.curve_secretkey = keys.client_secret
+    sock.connect(f"tcp://{address}")
+    sock.send(msgspec.msgpack.encode(Ended(code)))
+    sock.close(linger=2000)
+    context.term()

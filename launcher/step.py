@@ -1,0 +1,194 @@
+"""`everstep srun`: one agent on each node of a Slurm step, and the way back to who typed it.
+
+Slurm's own exit code of a step that lost a node says nothing of the run, so the
+coordinator's agent tells `everstep srun` how it ended, over the same kind of proved
+connection that agents use; srun's code is what is left if it cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from everstep.launcher import options as own
+from everstep.launcher import srun, torchrun
+from everstep.launcher.guardian import guarded
+from everstep.launcher.keys import keys_from, new_secret
+from everstep.launcher.report import Ear, tell
+from everstep.launcher.slurm.cli_json import CliJson, require
+from everstep.launcher.slurm.client import expand
+from everstep.launcher.slurm.srun_table import installed_table
+from everstep.recovery.errors import EverstepError, UsageError
+
+REPORT_VARIABLE = "EVERSTEP_REPORT"
+
+
+def run_step(words: Sequence[str]) -> int:
+    """Everything behind `everstep srun`: the run's exit code. Raises EverstepError."""
+    require("srun")
+    table = installed_table()
+    parts = srun.split(words, table)
+    if not parts.command:
+        return subprocess.call(["srun", *parts.srun])  # --help, --version
+    options = own.parse(parts.everstep)
+    allocation = srun.find_allocation(parts.srun, os.environ, CliJson(), table)
+    secret = new_secret()
+    plan = srun.plan(
+        parts.srun,
+        parts.command,
+        options,
+        os.environ,
+        _everstep_path(),
+        version=importlib.metadata.version("everstep"),
+        secret=secret,
+        allocation=allocation,
+        table=table,
+    )
+    cwd = Path(plan.chdir) if plan.chdir else None
+    spec = torchrun.parse(srun.torchrun_arguments(parts.command), cwd=cwd, on_node=False)
+    srun.world_nodes(plan.nodes, options, spec.nnodes)
+    for reason in plan.reasons:
+        _say(reason)
+    for warning in (*plan.warnings, *spec.notes):
+        _say(f"WARNING: {warning}")
+    ear = Ear(keys_from(secret))
+    env = {k: v for k, v in os.environ.items() if k not in plan.unset}
+    env.update(plan.env)
+    env[REPORT_VARIABLE] = f"{socket.gethostname()}:{ear.port}"
+    try:
+        return _outcome(_run(plan.argv, env), ear)
+    finally:
+        ear.close()
+
+
+def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    process = subprocess.Popen(list(argv), env=dict(env))
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    # A terminal's Ctrl-C reaches srun by itself; what is sent to us alone is passed on.
+    previous = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _outcome(srun_code: int, ear: Ear) -> int:
+    told = ear.heard(timeout=0.5)
+    if told is not None:
+        return told
+    if srun_code:
+        _say(f"srun ended with exit code {srun_code}, and no word of how the run ended")
+    return srun_code if srun_code >= 0 else 128 - srun_code
+
+
+def _everstep_path() -> str:
+    path = Path(sys.argv[0])
+    if path.name == "everstep" and path.exists():
+        return str(path.absolute())
+    beside = Path(sys.executable).with_name("everstep")
+    if beside.exists():
+        return str(beside)
+    raise UsageError("the `everstep` command is not beside this Python: start it by its full path")
+
+
+# --- on the nodes ---------------------------------------------------------------------------------
+
+
+def agent_main() -> int:
+    """What srun starts on each node: the agent under its guardian."""
+    secret = os.environ.pop(own.SECRET_VARIABLE, "")
+    text = os.environ.pop(own.ORDERS_VARIABLE, "")
+    report = os.environ.pop(REPORT_VARIABLE, "")
+    keys = keys_from(secret)
+    orders = own.decode_orders(text)
+
+    def main() -> int:
+        from everstep.launcher.agent import Post, serve
+
+        index = int(os.environ.get("SLURM_NODEID", "0"))
+        hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"])
+        post = Post(
+            node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+            index=index,
+            nnodes=orders.nnodes - orders.options.spare_nodes,
+            options=orders.options,
+            spec=torchrun.WorkerSpec(nproc_per_node=1, command=("true",)),
+            run_id=f"{os.environ.get('SLURM_JOB_ID', 'job')}.{os.environ.get('SLURM_STEP_ID', '0')}",
+            coordinator=(hosts[0], _port(secret)),
+            address="127.0.0.1",
+            spare=index >= orders.nnodes - orders.options.spare_nodes,
+            bind="*",
+        )
+        try:
+            post = _settle(post, orders, hosts)
+        except EverstepError as error:
+            post = replace(post, problem=f"{post.node}: {error}", code=error.exit_code)
+        code = asyncio.run(serve(post, secret))
+        if index == 0 and report:
+            tell(report, keys, code)
+        return code
+
+    os.environ.update(orders.worker_env)
+    return guarded(main)
+
+
+def _settle(post, orders: own.AgentOrders, hosts: Sequence[str]):  # type: ignore[no-untyped-def]
+    version = importlib.metadata.version("everstep")
+    if orders.everstep != version:
+        raise UsageError(
+            f"everstep {version} is installed here, and the run was started by {orders.everstep}: "
+            "install the same everstep on every node"
+        )
+    spec = torchrun.parse(srun.torchrun_arguments(orders.command))
+    address = _address(orders.options.interface, [h for i, h in enumerate(hosts) if i != post.index])
+    return replace(post, spec=spec, address=address, devices=torchrun._cuda_devices())
+
+
+def _port(secret: str) -> int:
+    """The coordinator's port: known to all agents beforehand, another one for each run."""
+    digest = hmac.new(bytes.fromhex(secret), b"everstep port", hashlib.sha256).digest()
+    return 20000 + int.from_bytes(digest[:4], "big") % 12000  # below the kernel's own range
+
+
+def _address(interface: str | None, others: Sequence[str]) -> str:
+    """The address that state and groups travel on: the interface's, or the one that peers are reached from."""
+    if interface is not None:
+        import psutil
+
+        for found in psutil.net_if_addrs().get(interface, ()):
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                return str(found.address).partition("%")[0]
+        with contextlib.suppress(OSError):
+            socket.inet_aton(interface)
+            return interface
+        known = ", ".join(sorted(psutil.net_if_addrs()))
+        raise UsageError(f"--interface {interface}: this node has {known}")
+    for other in others:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((other, 9))  # nothing is sent: the kernel only picks the way
+            return str(probe.getsockname()[0])
+    if not others:
+        return "127.0.0.1"
+    raise UsageError(f"none of the other nodes' names can be resolved here ({', '.join(others[:3])}, …)")
+
+
+def _say(text: str) -> None:
+    print(f"everstep: {text}", file=sys.stderr, flush=True)
