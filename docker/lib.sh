@@ -44,6 +44,15 @@ apt_install() {
     [ "$(id -u)" = 0 ] || fail "$* must be installed, and that needs root: sudo apt-get install $*"
     command -v apt-get > /dev/null || fail "there is no apt-get here; install what stands for these yourself: $*"
     say "installing $* ..."
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" > /dev/null
+    # Debian starts a service when it installs it. The engine is started by engine.sh, or nobody would stop it.
+    local policy=/usr/sbin/policy-rc.d no_services='' code=0
+    if [ ! -e $policy ]; then
+        no_services=$policy
+        printf '#!/bin/sh\nexit 101\n' > $policy
+        chmod +x $policy
+    fi
+    { apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" > /dev/null; } || code=$?
+    [ -z "$no_services" ] || rm -f "$no_services"
+    [ $code = 0 ] || fail "$* could not be installed; apt-get says why above"
 }
