@@ -237,7 +237,7 @@ def _shuffled(places: npt.NDArray[np.uint64], n: int, seed: int, epoch: int) -> 
 
 def _integer(name: str, value: SupportsIndex) -> int:
     try:
-        return operator.index(value)
+        return int(operator.index(value))  # a Step, say, is a plain int from here on
     except TypeError:
         raise UsageError(f"{name}={value!r}: an integer is needed") from None
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -239,6 +239,24 @@ class TestLoader:
         loader = loaders(Subset(Augmented(), range(7)), num_workers=1)
         assert [len(content(loader[step])[0]) for step in range(30)] == [6] * 30
         assert len(content(loader[10**12])[0]) == 6
+
+    def test_a_step_of_a_run_is_an_integer_like_any_other(self, loaders: Loaders) -> None:
+        class Step(int):
+            def __reduce__(self) -> NoReturn:
+                raise AssertionError("a Step holds the run: it must not travel to a worker process")
+
+        loader, here = loaders(num_workers=1), loaders()
+        for step in map(Step, range(5)):
+            assert content(loader[step]) == content(here[int(step)])
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
+    def test_batches_are_in_pinned_memory_where_asked_for(self, loaders: Loaders) -> None:
+        loader = loaders(num_workers=2, pin_memory=True)
+        for step in (0, 1, 2, 3, 70, 71, 72, 72):
+            assert loader[step][1].is_pinned()
+            assert content(loader[step]) == content(loaders()[step])
+        loader.close()
+        assert not worker_processes()
 
 
 class TestJumpsAndRetries:

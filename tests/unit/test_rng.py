@@ -115,6 +115,22 @@ def test_seeding_a_step_does_not_initialise_cuda() -> None:
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_in_use_is_seeded_and_kept_too() -> None:
+    def drawn() -> list[float]:
+        rng.seed_step(0, 1, 2)
+        return torch.rand(4, device="cuda").tolist()
+
+    torch.rand(1, device="cuda")  # puts it in use
+    first = drawn()
+    assert drawn() == first
+    rng.seed_step(0, 1, 2)
+    with rng.kept():
+        rng.seed_step(9, 9, 9)
+        torch.rand(4, device="cuda")
+    assert torch.rand(4, device="cuda").tolist() == first
+
+
 class TestReplica:
     def test_alone_without_anybody_saying_so(self) -> None:
         assert rng.replica() == (0, 1)
