@@ -95,8 +95,6 @@ class Body:
         Where the rank is not whole, its state is a donor's business.
         """
         self._refuse(None)
-        for replica in self._replicas:
-            ddp.reset(replica)
         for p in self._parameters:
             p.grad = None
         for scaler in self._scalers:

@@ -6,7 +6,9 @@ gradients or hang. So every rank *rehearses* once before its first step: one syn
 backward in a fixed order, with collectives answered locally, after which DDP has laid
 out its buckets for good, alike on every rank, now and later.
 
-After a fault a reducer may be left unfinished; `reset` puts it back, and never harms.
+After a fault a reducer may be left unfinished. `_reset_state` puts it back, but also makes
+DDP lay its buckets out once more, in whatever order gradients come next; so every rank
+rehearses again after each fault, survivors and newcomers alike.
 
 Private API used (torch 2.13): `reducer._rebuild_buckets`, `reducer._reset_state`,
 `reducer.prepare_for_forward`, `reducer.prepare_for_backward`, `_lazy_init`.
@@ -41,11 +43,12 @@ def rehearse(ddp: DistributedDataParallel) -> None:
         raise UsageError(
             "DistributedDataParallel(static_graph=True) cannot be recovered yet: leave static_graph out"
         )
+    ddp.reducer._reset_state()
+    ddp.require_backward_grad_sync = True
     if ddp.find_unused_parameters:
         return  # such a DDP never lays its buckets out anew
     params = [p for p in ddp.module.parameters() if p.requires_grad]
     params = [p for p in params if id(p) not in _ignored(ddp)]
-    kept = [(p, p.grad) for p in params]
     for p in params:
         p.grad = None
     if not ddp._lazy_init_ran:
@@ -57,15 +60,8 @@ def rehearse(ddp: DistributedDataParallel) -> None:
             # One parameter at a time, last first: the order must not be autograd's choice.
             (p.reshape(-1)[:1].sum() * 0).backward()
         ddp.reducer._rebuild_buckets()
-    for p, grad in kept:
-        p.grad = grad
-    reset(ddp)
-
-
-def reset(ddp: DistributedDataParallel) -> None:
-    """Forget a backward pass that did not end."""
-    ddp.reducer._reset_state()
-    ddp.require_backward_grad_sync = True
+    for p in params:
+        p.grad = None
 
 
 def parameters_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:

@@ -189,6 +189,8 @@ class Run:
     def _rewind(self) -> None:
         self._seat.leave_group()
         if self._body is not None:
+            if isinstance(self._seat, Seat):
+                self._body.rehearse()  # collectives are answered locally now
             self._body.rewind()
         self._open = False
 
