@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -68,6 +69,10 @@ class Control:
         with self.changed:
             self.changed.notify_all()
 
+    def forget(self) -> None:
+        """In a forked child: it does not speak for its parent."""
+        self._sock.close()
+
     # --- the thread -----------------------------------------------------------------------------
 
     def _listen(self) -> None:
@@ -106,7 +111,10 @@ class Control:
             self.changed.notify_all()
         if aborted:
             for callback in self._on_abort:
-                callback(aborted)
+                try:
+                    callback(aborted)
+                except Exception as error:  # a worker that listens no more could not even be told to end
+                    print(f"everstep: breaking off failed: {error!r}", file=sys.stderr, flush=True)
 
 
 def _end_with_children() -> None:

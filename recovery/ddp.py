@@ -16,17 +16,46 @@ Private API used (torch 2.13): `reducer._rebuild_buckets`, `reducer._reset_state
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.recovery.errors import UsageError
 
 
-def replicas_in(modules: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Every DDP object in these modules, each once, in order."""
+# Every DDP object of this process. The user may track the bare model inside, which does not know of it.
+_made: list[weakref.ref[DistributedDataParallel]] = []
+
+
+def notice() -> None:
+    """From now on, note each DDP object that is made."""
+
+    def hook(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+        if name == "module" and isinstance(module, DistributedDataParallel):
+            _made.append(weakref.ref(module))
+
+    register_module_module_registration_hook(hook)
+
+
+def replicas_of(modules: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Every DDP object in and around these modules, each once, in the order of its making.
+
+    Raises UsageError for one whose model is not among them.
+    """
     found: dict[int, DistributedDataParallel] = {}
+    known = {id(p) for p in parameters_of(modules)}
+    for ref in _made:
+        made = ref()
+        if made is not None:
+            found.setdefault(id(made), made)
+            if any(p.requires_grad and id(p) not in known for p in made.module.parameters()):
+                raise UsageError(
+                    f"a DistributedDataParallel model is not tracked ({type(made.module).__name__}): "
+                    "it would not be recovered. Name it in run.track(model=…)"
+                )
     for module in modules:
         for inner in module.modules():
             if isinstance(inner, DistributedDataParallel):
@@ -58,7 +87,8 @@ def rehearse(ddp: DistributedDataParallel) -> None:
         ddp.reducer.prepare_for_backward([])
         for p in reversed(params):
             # One parameter at a time, last first: the order must not be autograd's choice.
-            (p.reshape(-1)[:1].sum() * 0).backward()
+            some = p.reshape(-1)[:1].sum()
+            some.backward(torch.zeros_like(some))
         ddp.reducer._rebuild_buckets()
     for p in params:
         p.grad = None

@@ -11,22 +11,23 @@ import importlib.metadata
 import mmap
 import os
 import platform
+import signal
 import socket
 import struct
 import sys
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from everstep.launcher import messages as m
-from everstep.recovery import rng
+from everstep.recovery import ddp, rng
 from everstep.recovery.control import FD_VARIABLE, Control
 from everstep.recovery.errors import EverstepError, Fault, UsageError
 from everstep.recovery.group import Group, make_default
-from everstep.recovery.run import Run
+from everstep.recovery.run import Run, _log
 from everstep.recovery.seat import Seat, Solo
 from everstep.recovery.transfer import Exchange
 
@@ -36,6 +37,8 @@ WORKER_VARIABLE = "EVERSTEP_WORKER"
 HOST_VARIABLE = "EVERSTEP_HOST"
 PAGE_VARIABLE = "EVERSTEP_PAGE"
 RESUME_VARIABLE = "EVERSTEP_RESUME"
+# Seconds for the launcher to start everybody again, where the first group cannot be built.
+_START_AGAIN = 10.0
 
 _run: Run | None = None
 
@@ -79,8 +82,7 @@ def _enter_alone(seed: int, backend: str | None) -> Run:
 def _enter_seat(seed: int) -> Run:
     control = Control(socket.socket(fileno=int(os.environ.pop(FD_VARIABLE))))
     leaver = _Leaver(control)
-    sys.excepthook = leaver.excepthook
-    atexit.register(leaver.leave)
+    leaver.watch()
     host = os.environ.get(HOST_VARIABLE, "127.0.0.1")
     exchange = Exchange(control, host)
     control.start(leaver.on_abort)
@@ -88,6 +90,7 @@ def _enter_seat(seed: int) -> Run:
         from everstep.recovery.warm import warm_up
 
         warm_up()
+    ddp.notice()
     control.send(m.Hello(versions()))
     control.wait(lambda: control.assigned is not None)
     assign = control.assigned
@@ -111,10 +114,16 @@ def _enter_seat(seed: int) -> Run:
     if assign.start:
         try:
             seat.connect(assign.generation)
-        except Fault:
-            # Nothing has begun: the launcher starts everybody afresh.
-            control.wait(lambda: False)
+        except Fault as fault:
+            _start_again(control, str(fault))
     return run
+
+
+def _start_again(control: Control, why: str) -> None:
+    """A peer was lost before anything has begun: the launcher starts everybody afresh, and ends this process."""
+    control.wait(lambda: False, _START_AGAIN)
+    _log(f"{why}; this worker starts again")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Leaver:
@@ -122,10 +131,31 @@ class _Leaver:
 
     def __init__(self, control: Control) -> None:
         self._control = control
+        self._pid = os.getpid()
         self._error: BaseException | None = None
         self._text = ""
+        self._code = 0  # as sys.exit() was given it
+        self._left = False
         self.seat: Seat | None = None
         self.run: Run | None = None
+
+    def watch(self) -> None:
+        """Be there at the end of the script."""
+        sys.excepthook = self.excepthook
+        atexit.register(self.leave)
+        os.register_at_fork(after_in_child=self._forked)
+        real = sys.exit
+
+        def noting(status: Any = None, /) -> NoReturn:
+            self._code = _exit_code(status)
+            real(status)
+
+        sys.exit = noting
+
+    def _forked(self) -> None:
+        self._control.forget()
+        if self.seat is not None:
+            self.seat.forget()
 
     def on_abort(self, generation: int) -> None:
         if self.seat is not None:
@@ -134,24 +164,53 @@ class _Leaver:
     def excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Print as Python would, but for our own errors: these are one line."""
-        self._error = error
-        self._text = "".join(traceback.format_exception(kind, error, trace))
-        if isinstance(error, Fault):
-            self._error = UsageError(
-                "a peer was lost outside a protected function: decorate the function that holds the loop with @run.protect"
-            )
+        """Print as Python would, but for our own errors: these are one line.
+
+        Then leave at once: what runs at exit (the user's own, or a thread that is waited
+        for) might take the state apart, or never end, and peers need it now.
+        """
+        if os.getpid() != self._pid:
+            sys.__excepthook__(kind, error, trace)
+            return
+        if self.seat is not None and not self.seat.ever_joined and self.seat.lost_a_peer():
+            _start_again(self._control, _in_a_line(error, False))
+        self._note(error)
         if isinstance(self._error, EverstepError):
             sys.stderr.write(f"everstep: error: {self._error}\n")
         else:
             sys.__excepthook__(kind, error, trace)
         sys.stderr.flush()
+        self.leave()
+        if isinstance(self._error, EverstepError):
+            raise SystemExit(self._error.exit_code)
+
+    def _note(self, error: BaseException) -> None:
+        self._error = error
+        self._text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        seat, run = self.seat, self.run
+        unprotected = run is None or run._ended_by is None
+        broken = unprotected and seat is not None and isinstance(error, RuntimeError) and seat.interrupted()
+        if isinstance(error, Fault) or broken:
+            self._error = UsageError(
+                f"a peer was lost outside a protected function ({_in_a_line(error, False)}): decorate the "
+                "function that holds the loop, and what needs peers after it, with @run.protect"
+            )
 
     def leave(self) -> None:
         """Say how it ended, and stay as long as the others need what this worker holds."""
-        run, seat, error = self.run, self.seat, self._error
+        if self._left or os.getpid() != self._pid:
+            return
+        self._left = True
+        run, seat = self.run, self.seat
+        if self._error is None and run is not None and run._ended_by is not None:
+            # It went past us: sys.exit(), or a hook of the user's in the place of ours.
+            if isinstance(run._ended_by, SystemExit):
+                self._code = _exit_code(run._ended_by.code)
+            else:
+                self._note(run._ended_by)
+        error = self._error
         usage = isinstance(error, EverstepError)
-        code = 0 if error is None else getattr(error, "exit_code", 1) if usage else 1
+        code = self._code if error is None else getattr(error, "exit_code", 1) if usage else 1
         control = self._control
         control.send(
             m.Leaving(
@@ -166,14 +225,14 @@ class _Leaver:
         )
         if run is not None and seat is not None:
             if error is not None and seat.ever_joined:
-                run._rewind()
+                run._become_donor()
             self._linger(run, seat, error)
         else:
             control.wait(lambda: control.released, 10.0)
         sys.stdout.flush()
         sys.stderr.flush()
-        if usage:
-            os._exit(code)
+        if seat is not None and seat.has_strays:
+            os._exit(code)  # a thread in gloo that woke during Python's own end would abort the process
 
     def _linger(self, run: Run, seat: Seat, error: BaseException | None) -> None:
         control = self._control
@@ -199,6 +258,12 @@ class _Page:
     def write(self, committed: int) -> None:
         if self._page is not None:
             struct.pack_into("q", self._page, 0, committed)
+
+
+def _exit_code(status: object) -> int:
+    if status is None:
+        return 0
+    return status if isinstance(status, int) else 1
 
 
 def _in_a_line(error: BaseException | None, usage: bool) -> str:

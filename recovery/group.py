@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -89,6 +88,7 @@ class Inside:
         self._failure: BaseException | None = None
         self._shape = (rank, world, host)
         self._shut = False
+        self._thread: threading.Thread | None = None
 
     def connect(self) -> None:
         """Build the communicators. Raises Fault as soon as the next generation begins.
@@ -106,7 +106,8 @@ class Inside:
             built.set()
             self._control.note()
 
-        threading.Thread(target=build, name="everstep-connect", daemon=True).start()
+        self._thread = threading.Thread(target=build, name="everstep-connect", daemon=True)
+        self._thread.start()
         self._control.wait_in(self.generation, built.is_set)
         if self._failure is not None:
             raise Fault(f"the group could not be built: {self._failure}") from self._failure
@@ -144,6 +145,19 @@ class Inside:
             with contextlib.suppress(RuntimeError):
                 backend.abort()
 
+    def broken(self) -> bool:
+        """Has it been broken off, here or by a peer? What is true of it stays true."""
+        return self._shut or self._sockets.broken()
+
+    @property
+    def building(self) -> bool:
+        """Is it being built still, maybe by a thread that was left to its time-out?"""
+        return self._thread is not None and self._thread.is_alive()
+
+    def forget(self) -> None:
+        """In a forked child: keep no peer's connection open."""
+        self._sockets.forget()
+
     def close(self) -> None:
         """Drop the communicators; their threads are joined."""
         self.abort()
@@ -178,13 +192,25 @@ class Group(dist.ProcessGroup):
         if old is not None and old is not inside:
             old.close()
 
-    def abort(self, before: int | None = None) -> float:
-        """Break off the inside, if it is older than generation `before`; seconds taken."""
-        began = time.monotonic()
+    @contextlib.contextmanager
+    def answered_locally(self) -> Iterator[None]:
+        """Collectives inside are answered locally, and the inside is what it was afterwards."""
+        inside, self._inside = self._inside, None
+        try:
+            yield
+        finally:
+            self._inside = inside
+
+    def broken(self) -> bool:
+        """Can no collective succeed any more in this generation?"""
         inside = self._inside
-        if inside is not None and (before is None or inside.generation < before):
-            inside.abort()
-        return time.monotonic() - began
+        return inside is not None and inside.broken()
+
+    def forget(self) -> None:
+        """In a forked child: keep no connection open."""
+        # The inside itself stays: to free it would wait for threads that the child does not have.
+        if self._inside is not None:
+            self._inside.forget()
 
     # --- what torch calls -----------------------------------------------------------------------
 

@@ -64,6 +64,8 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._committed = 0
         self._open = False  # a step is under way
+        self._looping = False  # steps() has begun and not ended
+        self._ended_by: BaseException | None = None  # what a protected function was left by
         self._protected = False
         self._drill = Drill()
         self.on_commit: Callable[[int], None] = lambda committed: None
@@ -114,11 +116,20 @@ class Run:
         def protected(*args: P.args, **kwargs: P.kwargs) -> R:
             self._protected = True
             while True:
+                self._ended_by = None
                 try:
-                    return function(*args, **kwargs)
+                    result = function(*args, **kwargs)
                 except Exception as error:
                     if not self._seat.is_fault(error):
+                        self._ended_by = error
                         raise
+                except BaseException as error:  # sys.exit(), Ctrl-C
+                    self._ended_by = error
+                    raise
+                else:
+                    if not self._looping or not self._seat.interrupted():
+                        return result
+                    # The fault's exception was kept from us by an `except` around the loop.
                 self._rewind()
 
         return protected
@@ -134,7 +145,8 @@ class Run:
             raise UsageError(f"run.steps({total}): a number of steps is not negative")
         self._prepare()
         if self._open:
-            self._rewind()  # the last loop was left in mid-step
+            self._leave_step()
+        self._looping = True
         self._seat.join(self._held())
         while self._committed < total:
             self._seat.check()
@@ -145,11 +157,12 @@ class Run:
                 step.commit()
         self._reach("done")
         self._seat.finish(total)
+        self._looping = False
 
     def _prepare(self) -> None:
         if self._body is not None:
             return
-        body = Body(self._tracked, self.group, self._refuse)
+        body = Body(self._tracked, self.group, self._refuse, self._seat.check_group)
         self._body = body
         body.reach = self._reach
         if isinstance(self._seat, Seat):
@@ -158,12 +171,8 @@ class Run:
                     "run.steps() outside a protected function: decorate the function that holds "
                     "the loop with @run.protect, so that it can be called again after a fault"
                 )
-            inside = self.group._inside  # set-up is over; rehearse alone, then come back
-            self.group._inside = None
-            try:
+            with self.group.answered_locally():
                 body.rehearse()
-            finally:
-                self.group._inside = inside
 
     def _begin(self, step: int) -> None:
         if self._body is None:
@@ -186,11 +195,34 @@ class Run:
             self._checkpoints.save(self._committed, state.snapshot(self._tracked), {"run": os.environ.get("TORCHELASTIC_RUN_ID", "")})
         self._seat.check()
 
+    def _leave_step(self) -> None:
+        """The last loop was left in mid-step, by a `break` or by an exception that was caught."""
+        if self._body is None or self._seat.interrupted():
+            self._rewind()
+            return
+        if not self._body.whole:
+            raise UsageError(
+                f"the loop was left in the middle of step {self._committed}, after optimizer.step(): "
+                "call step.commit() before you leave it"
+            )
+        if isinstance(self._seat, Seat):
+            with self.group.answered_locally():
+                self._body.rehearse()
+        self._body.rewind()
+        self._open = False
+
     def _rewind(self) -> None:
         self._seat.leave_group()
         if self._body is not None:
             if isinstance(self._seat, Seat):
                 self._body.rehearse()  # collectives are answered locally now
+            self._body.rewind()
+        self._open = False
+
+    def _become_donor(self) -> None:
+        """The script has ended by an exception: only the state is of use now."""
+        self._seat.leave_group()
+        if self._body is not None:
             self._body.rewind()
         self._open = False
 

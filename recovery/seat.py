@@ -25,8 +25,8 @@ from everstep.recovery.transfer import Exchange
 
 # How long a failed collective waits to hear of the fault behind it before it reports itself.
 _HEARSAY = 5.0
-# What torch says when a peer is gone. Only a hint: it decides whether to wait for the launcher's word.
-_COMMUNICATION = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe", "Socket", "everstep")
+# How often a broken group, with no fault known to the launcher, is put down to the network.
+_TRIES = 3
 
 
 @dataclass
@@ -49,6 +49,8 @@ class AnySeat(Protocol):
     def is_fault(self, error: BaseException) -> bool: ...
     def committed(self, committed: int) -> None: ...
     def check(self) -> None: ...
+    def check_group(self) -> None: ...
+    def interrupted(self) -> bool: ...
     def leave_group(self) -> None: ...
     def finish(self, total: int) -> None: ...
     @property
@@ -65,7 +67,10 @@ class Seat:
         self._worker = worker
         self._start = assign.start
         self.rank, self._world = assign.rank, assign.world_size
+        self._assigned = assign.generation
         self._joined = 0
+        self._troubles = 0  # broken groups since the last commit that nobody else knew of
+        self._strays: list[Inside] = []
         self._reported = 0  # newest generation whose first commit was reported
         self._inside: Inside | None = None
         self.reach: Callable[[str], None] = lambda at: None
@@ -89,6 +94,7 @@ class Seat:
         except Fault:
             inside.close()
             self._inside = None
+            self._strays = [x for x in [*self._strays, inside] if x.building]
             raise
         self._group.use(inside)
         self._control.send(m.GroupReady(generation, time.monotonic() - began))
@@ -109,6 +115,8 @@ class Seat:
 
         Raises EverstepError where the run cannot go on.
         """
+        if self._inside is None and self._joined:
+            self._await_next(self._joined, "its group is broken")
         while self._joined != self._control.generation:
             generation = self._control.generation
             try:
@@ -117,11 +125,15 @@ class Seat:
                 self._retry(generation, fault)
 
     def _retry(self, generation: int, fault: Fault) -> None:
-        """A generation could not be joined: by the next one, which this asks for if nobody else has."""
+        """A generation could not be joined: by the next one."""
         self.leave_group()
+        self._await_next(generation, str(fault))
+
+    def _await_next(self, generation: int, why: str) -> None:
+        """Wait for the generation after this one, and ask for it if nobody else has."""
         control = self._control
         if not control.wait(lambda: control.generation > generation, _HEARSAY):
-            control.send(m.Trouble(generation, str(fault)[:300]))
+            control.send(m.Trouble(generation, why[:300]))
             control.wait(lambda: control.generation > generation)
 
     def _join(self, generation: int, held: Held) -> None:
@@ -195,7 +207,7 @@ class Seat:
     def _receive(self, donor: str, go: m.Go, held: Held) -> None:
         them = next(x for x in go.members if x.worker == donor)
         # Into live tensors only where nothing is lost if the donor dies half-way.
-        disposable = not held.whole or not self._joined
+        disposable = not held.whole or (not self._joined and not held.committed)
 
         def land(skeleton: bytes) -> list[torch.Tensor]:
             if disposable:
@@ -215,23 +227,49 @@ class Seat:
         if self._joined and self._control.generation > self._joined:
             raise Fault(f"generation {self._control.generation} has begun")
 
+    def check_group(self) -> None:
+        """Raises Fault when a collective may have failed, whether or not anybody has noticed yet."""
+        if self._group.broken():
+            raise Fault(f"the group of generation {self._joined} is broken")
+
+    def interrupted(self) -> bool:
+        """Is this generation over, or does its group work no more?"""
+        return self._control.generation > self._newest() or self._group.broken()
+
+    def lost_a_peer(self) -> bool:
+        """Is this generation's group broken?"""
+        return self._group.broken()
+
     def is_fault(self, error: BaseException) -> bool:
-        """Is there a lost peer behind this exception? May wait a moment for the launcher's word."""
-        chain = list(_chain(error))
-        if any(isinstance(e, EverstepError) for e in chain):
+        """Is there a lost peer behind this exception? May wait a moment for the launcher's word.
+
+        Whatever the exception says: what counts is whether the group is broken.
+        """
+        if any(isinstance(e, EverstepError) for e in _chain(error)):
             return False
-        if any(isinstance(e, Fault) for e in chain):
-            return True
-        control, joined = self._control, self._joined
-        if control.generation > joined:
-            return True
-        if not any(isinstance(e, RuntimeError) and any(w in str(e) for w in _COMMUNICATION) for e in chain):
+        if not self.interrupted():
             return False
-        if control.wait(lambda: control.generation > joined, _HEARSAY):
+        control, newest = self._control, self._newest()
+        if control.wait(lambda: control.generation > newest, _HEARSAY):
             return True
-        what = str(error).splitlines()[0][:300]
-        control.send(m.Trouble(joined, what))
-        return control.wait(lambda: control.generation > joined, 4 * _HEARSAY)
+        self._troubles += 1
+        if self._troubles >= _TRIES:  # it breaks again and again: let the exception speak
+            return False
+        control.send(m.Trouble(newest, (str(error).splitlines() or [""])[0][:300]))
+        return control.wait(lambda: control.generation > newest, 4 * _HEARSAY)
+
+    def _newest(self) -> int:
+        return self._joined or self._assigned
+
+    @property
+    def has_strays(self) -> bool:
+        """Is a thread left that builds a group which nobody waits for any more?"""
+        return any(inside.building for inside in self._strays)
+
+    def forget(self) -> None:
+        """In a forked child: what belongs to the parent is closed here."""
+        self._group.forget()
+        self._exchange.forget()
 
     def leave_group(self) -> None:
         """Collectives are answered locally until the next generation is joined."""
@@ -242,6 +280,7 @@ class Seat:
 
     def committed(self, committed: int) -> None:
         """A step was committed. The first one of a generation is reported."""
+        self._troubles = 0
         if self._reported != self._joined:
             self._reported = self._joined
             self._control.send(m.Committed(self._joined, committed))
@@ -291,6 +330,13 @@ class Solo:
 
     def check(self) -> None:
         """Nothing to check."""
+
+    def check_group(self) -> None:
+        """Nothing to check."""
+
+    def interrupted(self) -> bool:
+        """What fails here is not repaired."""
+        return False
 
     def leave_group(self) -> None:
         """Nothing to leave."""

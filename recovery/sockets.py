@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterable
@@ -28,10 +29,26 @@ class Sockets:
     def __init__(self) -> None:
         self._before = descriptors()
         self._kept: list[socket.socket] | None = None
+        self._numbers: dict[int, int] = {}  # gloo's own descriptors -> inode
+        self._poll = select.poll()
 
     def keep(self, published: Iterable[bytes]) -> None:
         """Take a duplicate of each socket now, so that a later descriptor of the same number is not mistaken."""
         self._kept = self._find(published)
+        for sock in self._kept:
+            self._poll.register(sock, select.POLLRDHUP)
+
+    def broken(self) -> bool:
+        """Has a peer closed one of them, or have we? Costs one system call."""
+        return bool(self._kept) and bool(self._poll.poll(0))
+
+    def forget(self) -> None:
+        """In a forked child: close what it has inherited, or a dead parent's peers would wait for the child."""
+        for fd, inode in self._numbers.items():
+            with contextlib.suppress(OSError):
+                if os.fstat(fd).st_ino == inode:  # gloo may have closed it, and its number be someone else's
+                    os.close(fd)
+        self.close()
 
     def shut(self, published: Iterable[bytes]) -> int:
         """Shut the group's sockets down; how many there were. Works in mid-construction too."""
@@ -46,6 +63,8 @@ class Sockets:
         for sock in self._kept or ():
             sock.close()
         self._kept = []
+        self._numbers = {}
+        self._poll = select.poll()
 
     def _find(self, published: Iterable[bytes]) -> list[socket.socket]:
         entries = list(published)
@@ -62,6 +81,7 @@ class Sockets:
                 continue
             if sock.type == socket.SOCK_STREAM and not _listens(sock) and _is_of(sock, entries):
                 found.append(sock)
+                self._numbers[fd] = os.fstat(copy).st_ino
             else:
                 sock.close()
         return found

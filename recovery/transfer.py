@@ -81,7 +81,14 @@ class Exchange:
             for sock in self._open:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
+            for sock in self._arrived.values():
+                sock.close()
             self._arrived.clear()
+
+    def forget(self) -> None:
+        """In a forked child: close what it has inherited."""
+        for sock in [self._listener, *self._open, *self._arrived.values()]:
+            sock.close()
 
     # --- donor ----------------------------------------------------------------------------------
 
@@ -126,6 +133,8 @@ class Exchange:
             generation, receiver = self._proved(sock)
             sock.settimeout(None)
             with self._lock:
+                if self._control.generation > generation:
+                    raise Fault("the next generation has begun")
                 self._arrived[generation, receiver] = sock
             self._control.note()
         except (OSError, struct.error, Fault, ValueError):
