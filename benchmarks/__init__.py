@@ -1,0 +1,1 @@
+"""Measurements of Everstep against what people have today: `python -m benchmarks.recovery`."""
