@@ -83,7 +83,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="training steps")
-    parser.add_argument("--batch", type=int, default=12, help="pieces of text a step, over all workers")
+    parser.add_argument("--batch", type=int, default=6, help="pieces of text a step, over all workers")
     parser.add_argument("--context", type=int, default=64, help="characters in a piece")
     parser.add_argument("--width", type=int, default=192, help="width of the model, a multiple of 6")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")

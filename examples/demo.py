@@ -31,7 +31,7 @@ class Failed(RuntimeError):
 def main() -> int:
     """Run the demo; 0 when the digests are identical."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kill-at", type=int, default=20, help="kill once this step is done")
     parser.add_argument("--rank", type=int, default=1, help="the rank whose worker is killed")
     options = parser.parse_args()
@@ -60,7 +60,9 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
 
     def kill() -> None:
         wait_for_standbys(events)
-        pid = next(e["pid"] for e in read(events) if e["event"] == "worker_started" and e["rank"] == options.rank)
+        pid = next(
+            e["pid"] for e in read(events) if e["event"] == "worker_started" and e["rank"] == options.rank
+        )
         console.print(f"[bold red]>>> kill -9 {pid}[/]   (the worker of rank {options.rank})")
         killed[0] = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -88,7 +90,19 @@ def title(text: str, more: str = "") -> None:
 
 def run(events: Path, steps: int, watch: Callable[[str], None] = lambda line: None) -> str:
     """Run the example under `everstep run`, showing its output; the digest that all ranks agree on."""
-    command = [EVERSTEP, "run", "--nnodes", "3", "--standby", "1", "--events", events, EXAMPLE, "--steps", steps]
+    command = [
+        EVERSTEP,
+        "run",
+        "--nnodes",
+        "3",
+        "--standby",
+        "1",
+        "--events",
+        events,
+        EXAMPLE,
+        "--steps",
+        steps,
+    ]
     # One thread a worker, as torchrun has it where there are several on a node.
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(

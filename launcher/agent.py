@@ -35,6 +35,7 @@ _GRACE = 2.0  # between SIGTERM and SIGKILL of workers, where torchrun's --shutd
 _SILENCE = 4.0  # seconds without the coordinator's heartbeat until its workers are stopped
 _GATHER = 300.0
 _PORTS = 8
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Agent:
         tasks[1].cancel()
         if coordinator is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                code = (await asyncio.wait_for(coordinator, 10.0)) if not coordinator.done() else coordinator.result()
+                code = await asyncio.wait_for(coordinator, 10.0)
         self._relay.drain(1.0)
         self._socket.close()
         self._context.destroy(linger=200)
@@ -114,7 +115,8 @@ class Agent:
             max_restarts=post.spec.max_restarts,
             token=lambda: os.urandom(32),
         )
-        coordinator = Coordinator(self._context, self._keys, config, post.options.heartbeat, post.options.events)
+        heartbeat, events = post.options.heartbeat, post.options.events
+        coordinator = Coordinator(self._context, self._keys, config, heartbeat, events)
         try:
             if post.listener >= 0:
                 coordinator.adopt(post.listener)
@@ -275,7 +277,7 @@ class Agent:
         self._send_soon(m.WorkerStarted(order.worker, worker.pid))
 
     def _worker_environment(self, order: m.Spawn) -> Mapping[str, str]:
-        own = {SECRET_VARIABLE, ORDERS_VARIABLE, "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        own = {SECRET_VARIABLE, ORDERS_VARIABLE, *_RANK_VARIABLES}
         env = {name: value for name, value in os.environ.items() if name not in own}
         env.update(self._post.spec.env)
         env.update(order.env)

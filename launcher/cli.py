@@ -34,7 +34,9 @@ def run(words: tuple[str, ...]) -> None:
 
 
 @everstep.command(context_settings=_PASS_THROUGH, options_metavar="[options] [srun options]")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="torchrun [torchrun options] script.py [args]")
+@click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="torchrun [torchrun options] script.py [args]"
+)
 def srun(words: tuple[str, ...]) -> None:
     """Run torchrun's command on a Slurm cluster, under srun, so that it survives its nodes."""
     from everstep.launcher import start

@@ -8,7 +8,6 @@ agents, the events file, the log. It decides nothing itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -50,7 +49,12 @@ class Coordinator:
     """Serve until the run is over, then `outcome` is set."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, keys: Keys, config: ms.Config, heartbeat: float, events: Path | None
+        self,
+        context: zmq.asyncio.Context,
+        keys: Keys,
+        config: ms.Config,
+        heartbeat: float,
+        events: Path | None,
     ) -> None:
         self._membership = ms.Membership(config)
         self._heartbeat = heartbeat
@@ -123,18 +127,19 @@ class Coordinator:
             last = now
             if self._membership.phase == "gathering" and now - began > gather_within:
                 here = len(self._membership.nodes)
-                self._act([ms.End(75, f"{here} of {self._expected} nodes are here after {gather_within:.0f} s: see whether the others could start")])
+                late = f"{here} of {self._expected} nodes are here after {gather_within:.0f} s"
+                self._act([ms.End(75, f"{late}: see whether the others could start")])
             for node, heard in list(self._heard.items()):
                 if node not in self._gone and now - heard > MISSED * self._heartbeat:
                     self._gone.add(node)
                     self._act(self._membership.handle(node, ms.NodeLost(f"{MISSED} missed heartbeats")))
                 elif node not in self._gone:
-                    await self._send(node, m.Beat())
+                    self._post(node, m.Beat())
 
     def _act(self, actions: list[ms.Action]) -> None:
         for action in actions:
             if isinstance(action, ms.To):
-                asyncio.ensure_future(self._send(action.node, action.message))
+                self._post(action.node, action.message)
             elif isinstance(action, ms.Emit):
                 self._emit(action.event, action.fields)
             elif isinstance(action, ms.Say):
@@ -143,9 +148,10 @@ class Coordinator:
                 _say_end(action)
                 self.outcome.set_result(Outcome(action.code, action.reason))
 
-    async def _send(self, node: str, message: m.ToAgent) -> None:
-        with contextlib.suppress(zmq.ZMQError):
-            await self._socket.send_multipart([node.encode(), m.encode(message)])
+    def _post(self, node: str, message: m.ToAgent) -> None:
+        # The socket's queue takes it at once, in order; an agent that is gone is noticed by its silence.
+        sent = self._socket.send_multipart([node.encode(), m.encode(message)])
+        sent.add_done_callback(_ignore_failure)
 
     def _emit(self, event: str, fields: dict[str, Any]) -> None:
         if self._events is None:
@@ -162,10 +168,15 @@ class Coordinator:
         outcome = self.outcome.result()
         waiting = {node for node in self._membership.nodes if node not in self._gone}
         for node in waiting:
-            await self._send(node, m.Stop(outcome.code, outcome.reason))
+            self._post(node, m.Stop(outcome.code, outcome.reason))
         deadline = time.monotonic() + _FAREWELL
         while waiting - self._gone and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+
+
+def _ignore_failure(sent: asyncio.Future[Any]) -> None:
+    if not sent.cancelled():
+        sent.exception()
 
 
 def _say(text: str) -> None:

@@ -51,9 +51,7 @@ def keys_from(secret: str) -> Keys:
         )
     server = z85.encode(_derive(root, b"server"))
     client = z85.encode(_derive(root, b"client"))
-    return Keys(
-        zmq.curve_public(server), server, zmq.curve_public(client), client, _derive(root, b"tokens")
-    )
+    return Keys(zmq.curve_public(server), server, zmq.curve_public(client), client, _derive(root, b"tokens"))
 
 
 def _derive(root: bytes, purpose: bytes) -> bytes:

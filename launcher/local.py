@@ -120,7 +120,9 @@ def agent_main() -> int:
             text, type=LocalOrders, dec_hook=lambda kind, value: kind(value) if kind is Path else value
         )
     except msgspec.MsgspecError as error:
-        raise UsageError(f"`everstep agent` is started by `everstep run` or `everstep srun`, not by hand ({error})") from error
+        raise UsageError(
+            f"`everstep agent` is started by `everstep run` or `everstep srun`, not by hand ({error})"
+        ) from error
 
     def main() -> int:
         from everstep.launcher.agent import Post, serve

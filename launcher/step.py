@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from everstep.launcher import options as own
 from everstep.launcher import srun, torchrun
@@ -31,6 +32,9 @@ from everstep.launcher.slurm.cli_json import CliJson, require
 from everstep.launcher.slurm.client import expand
 from everstep.launcher.slurm.srun_table import installed_table
 from everstep.recovery.errors import EverstepError, UsageError
+
+if TYPE_CHECKING:
+    from everstep.launcher.agent import Post
 
 REPORT_VARIABLE = "EVERSTEP_REPORT"
 
@@ -150,7 +154,8 @@ def agent_main() -> int:
     return guarded(main)
 
 
-def _settle(post, orders: own.AgentOrders, hosts: Sequence[str]):  # type: ignore[no-untyped-def]
+def _settle(post: Post, orders: own.AgentOrders, hosts: Sequence[str]) -> Post:
+    """What is known only on the node itself. Raises UsageError."""
     version = importlib.metadata.version("everstep")
     if orders.everstep != version:
         raise UsageError(
@@ -169,7 +174,7 @@ def _port(secret: str) -> int:
 
 
 def _address(interface: str | None, others: Sequence[str]) -> str:
-    """The address that state and groups travel on: the interface's, or the one that peers are reached from."""
+    """The address for state and groups: the interface's, or the one that peers are reached from."""
     if interface is not None:
         import psutil
 

@@ -1,4 +1,4 @@
-"""PURE: what the events file says of each recovery: when it was noticed, aborted, restored, regrouped, over."""
+"""PURE: what the events file says of each recovery, and how long each part of it took."""
 
 from __future__ import annotations
 

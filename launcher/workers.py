@@ -108,7 +108,12 @@ def start(how: Start, relay: Relay, label: Callable[[], str]) -> WorkerProcess:
     os.ftruncate(page_fd, mmap.PAGESIZE)
     page = mmap.mmap(page_fd, mmap.PAGESIZE)
     struct.pack_into("q", page, 0, -1)
-    env = {**how.env, FD_VARIABLE: str(theirs.fileno()), "EVERSTEP_PAGE": str(page_fd), "EVERSTEP_WORKER": how.worker}
+    env = {
+        **how.env,
+        FD_VARIABLE: str(theirs.fileno()),
+        "EVERSTEP_PAGE": str(page_fd),
+        "EVERSTEP_WORKER": how.worker,
+    }
 
     nice = how.nice
 
@@ -128,7 +133,7 @@ def start(how: Start, relay: Relay, label: Callable[[], str]) -> WorkerProcess:
             stderr=err_write,
             pass_fds=(theirs.fileno(), page_fd),
             start_new_session=True,
-            preexec_fn=prepare,  # noqa: PLW1509 - one system call, and our threads hold no lock it needs
+            preexec_fn=prepare,  # two system calls: our other threads hold no lock that they need
         )
     except OSError:
         for fd in (out_read, err_read):
