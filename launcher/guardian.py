@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from everstep.recovery.errors import EverstepError
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE = 4.0
@@ -58,6 +60,9 @@ def _outcome(main: Callable[[], int]) -> int:
         code = main()
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
+    except EverstepError as error:
+        print(f"everstep: error: {error}", file=sys.stderr)
+        code = error.exit_code
     except BaseException:
         traceback.print_exc()
         code = 70

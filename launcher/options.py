@@ -30,11 +30,9 @@ class RunOptions:
     standby: int = 1
     """Standbys on each node."""
     spare_nodes: int = 0
-    """Nodes, of those given, whose workers are all standbys."""
+    """Nodes whose workers are all standbys: of the step's nodes under srun, on top of --nnodes embedded."""
     events: Path | None = None
     """File that one JSON object a line is appended to."""
-    run_dir: Path | None = None
-    """Directory on a shared file system, for what must be agreed on by all nodes."""
     resume: Resume = "auto"
     """Whether a run that finds no state in memory goes on from its newest checkpoint."""
     nnodes: int | None = None
@@ -100,21 +98,14 @@ _SHARED = (
         default=0,
         show_default=True,
         metavar="N",
-        help="Nodes, of those you asked for, that hold only standbys until a node is lost. "
-        "With -N9 --spare-nodes 1 the job trains on 8.",
+        help="Nodes that hold only standbys until a node is lost. Under srun they are of the step's nodes "
+        "(-N9 --spare-nodes 1 trains on 8), under run they come on top of --nnodes.",
     ),
     click.option(
         "--events",
         type=_file(dir_okay=False),
         metavar="FILE",
         help="Append one JSON object a line to FILE: faults, generations, restores, first steps.",
-    ),
-    click.option(
-        "--run-dir",
-        type=_file(file_okay=False),
-        metavar="DIR",
-        help="A directory that all nodes share. With it, any number of surviving nodes can go on; "
-        "without it, a majority.",
     ),
     click.option(
         "--resume",

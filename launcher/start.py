@@ -26,6 +26,24 @@ torchrun's options mean what they mean there (--nnodes, --nproc-per-node, --max-
 """
 
 
+SRUN_HELP = """\
+Usage: everstep srun [options] [any srun options] torchrun [torchrun options] script.py [args]
+
+Run torchrun's command on a Slurm cluster, from a login node or inside an sbatch script.
+
+  everstep srun -N4 -c16 --gres=gpu:8 torchrun --nproc-per-node=8 train.py
+  everstep srun -N9 --spare-nodes 1 --events run.jsonl torchrun --nproc-per-node=8 train.py --epochs 3
+
+In an sbatch script, say `#SBATCH --no-kill`: without it Slurm ends the job when a node dies.
+
+Everstep's options:
+{own}
+srun's options are passed on as they are, but for the switches that keep the step alive
+(--no-kill --kill-on-bad-exit=0 --wait=0) and one task a node: see `srun --help`.
+torchrun's options mean what they mean there: see `torchrun --help`.
+"""
+
+
 def embedded(words: Sequence[str]) -> int:
     """`everstep run`: the exit code. Raises UsageError."""
     if not words or words[0] in ("-h", "--help"):
@@ -40,6 +58,9 @@ def embedded(words: Sequence[str]) -> int:
 
 def on_slurm(words: Sequence[str]) -> int:
     """`everstep srun`: the exit code. Raises UsageError."""
+    if not words or words[0] in ("-h", "--help"):
+        print(SRUN_HELP.format(own=_own_help()), end="")
+        return 0 if words else 64
     from everstep.launcher.step import run_step
 
     return run_step(words)

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from everstep.launcher import options as own
 from everstep.launcher import srun, torchrun
-from everstep.launcher.guardian import guarded
+from everstep.launcher.guardian import die_with_parent, guarded
 from everstep.launcher.keys import keys_from, new_secret
 from everstep.launcher.report import Ear, tell
 from everstep.launcher.slurm.cli_json import CliJson, require
@@ -36,6 +37,7 @@ from everstep.recovery.errors import EverstepError, UsageError
 if TYPE_CHECKING:
     from everstep.launcher.agent import Post
 
+_OVERDUE = 10.0  # seconds that a step may outlive its run
 REPORT_VARIABLE = "EVERSTEP_REPORT"
 
 
@@ -72,13 +74,14 @@ def run_step(words: Sequence[str]) -> int:
     env.update(plan.env)
     env[REPORT_VARIABLE] = f"{socket.gethostname()}:{ear.port}"
     try:
-        return _outcome(_run(plan.argv, env), ear)
+        return _run(plan.argv, env, ear)
     finally:
         ear.close()
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    process = subprocess.Popen(list(argv), env=dict(env))
+def _run(argv: Sequence[str], env: Mapping[str, str], ear: Ear) -> int:
+    # If we are killed outright, srun is told to stop, and passes that on to the agents.
+    process = subprocess.Popen(list(argv), env=dict(env), preexec_fn=lambda: die_with_parent(signal.SIGTERM))
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -88,16 +91,32 @@ def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     previous = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        return process.wait()
+        return _outcome(process, ear)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _outcome(srun_code: int, ear: Ear) -> int:
-    told = ear.heard(timeout=0.5)
+def _outcome(process: subprocess.Popen[bytes], ear: Ear) -> int:
+    """The run's exit code: what its coordinator says, else srun's own."""
+    told: int | None = None
+    overdue = float("inf")
+    while process.poll() is None:
+        if told is None:
+            told = ear.heard(timeout=0.3)
+            if told is not None:
+                overdue = time.monotonic() + _OVERDUE
+        else:
+            time.sleep(0.05)
+        if time.monotonic() > overdue:
+            _say("the run is over and some agents are still there: ending the step")
+            process.terminate()
+            overdue = time.monotonic() + _OVERDUE
+    if told is None:
+        told = ear.heard(timeout=0.5)
     if told is not None:
         return told
+    srun_code = process.returncode
     if srun_code:
         _say(f"srun ended with exit code {srun_code}, and no word of how the run ended")
     return srun_code if srun_code >= 0 else 128 - srun_code
@@ -145,9 +164,15 @@ def agent_main() -> int:
             post = _settle(post, orders, hosts)
         except EverstepError as error:
             post = replace(post, problem=f"{post.node}: {error}", code=error.exit_code)
-        code = asyncio.run(serve(post, secret))
-        if index == 0 and report:
-            tell(report, keys, code)
+        code = 70
+        try:
+            code = asyncio.run(serve(post, secret))
+        except EverstepError as error:
+            code = error.exit_code
+            raise
+        finally:
+            if index == 0 and report:
+                tell(report, keys, code)
         return code
 
     os.environ.update(orders.worker_env)

@@ -261,11 +261,10 @@ def test_any_words_at_all_are_split_or_refused_in_one_line(words: list[str]) -> 
 
 def test_own_options_are_parsed_with_their_defaults() -> None:
     assert own_options.parse([]) == RunOptions()
-    parsed = own_options.parse(["--standby=0", "--events", "e.jsonl", "--resume", "none", "--run-dir=."])
+    parsed = own_options.parse(["--standby=0", "--events", "e.jsonl", "--resume", "none"])
     assert parsed.standby == 0
     assert parsed.resume == "none"
     assert parsed.events == Path.cwd() / "e.jsonl"
-    assert parsed.run_dir == Path.cwd()
 
 
 @pytest.mark.parametrize(
