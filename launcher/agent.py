@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from everstep.launcher.keys import keys_from
 from everstep.launcher.membership import Config, Placement
 from everstep.launcher.options import ORDERS_VARIABLE, SECRET_VARIABLE, RunOptions
 from everstep.launcher.output import Relay
+from everstep.recovery import tripwire
 from everstep.recovery.errors import UsageError
 
 _GRACE = 2.0  # between SIGTERM and SIGKILL of workers, where torchrun's --shutdown-timeout says nothing
@@ -324,15 +326,35 @@ class Agent:
             return
         for frame in frames:
             with contextlib.suppress(m.BadMessage):
-                self._send_soon(m.FromWorkers(worker.name, m.decode_from_worker(frame)))
+                message = m.decode_from_worker(frame)
+                self._send_soon(m.FromWorkers(worker.name, message))
+                if isinstance(message, m.Hello):
+                    threading.Thread(target=self._feel, args=(worker,), daemon=True).start()
+
+    def _feel(self, worker: workers.WorkerProcess) -> None:
+        """In a thread of its own: tens of milliseconds before the pidfd, where a signal ends the worker."""
+        if tripwire.wait(worker.page):
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+                self._loop.call_soon_threadsafe(self._dying, worker)
+
+    def _dying(self, worker: workers.WorkerProcess) -> None:
+        number = tripwire.killed_by(worker.pid) if worker.name in self._workers else None
+        if number is not None:
+            self._announce(worker, -number)
+            self._sweep(worker.pid)
+
+    def _announce(self, worker: workers.WorkerProcess, code: int) -> None:
+        if not worker.announced:
+            worker.announced = True
+            self._heard_last(worker)
+            self._send_soon(m.WorkerExited(worker.name, code, "its agent"))
 
     def _exited(self, worker: workers.WorkerProcess) -> None:
         code = worker.process.poll()
         if code is None:
             return
         self._loop.remove_reader(worker.pidfd)
-        self._heard_last(worker)
-        self._send_soon(m.WorkerExited(worker.name, code, "its agent"))
+        self._announce(worker, code)
         self._loop.remove_reader(worker.control.fileno())
         self._loop.remove_writer(worker.control.fileno())
         del self._workers[worker.name]

@@ -47,6 +47,7 @@ class WorkerProcess:
     page: mmap.mmap
     niced: bool
     rank: int = -1
+    announced: bool = False  # its end was told to the coordinator
     frames: m.Frames = field(default_factory=m.Frames)
     outgoing: bytearray = field(default_factory=bytearray)
 
@@ -92,7 +93,8 @@ class WorkerProcess:
         """Give back what the agent held of it."""
         os.close(self.pidfd)
         self.control.close()
-        self.page.close()
+        with contextlib.suppress(BufferError):  # the thread that felt its death may still hold it
+            self.page.close()
 
 
 def may_unnice() -> bool:

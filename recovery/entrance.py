@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.launcher import messages as m
-from everstep.recovery import ddp, rng
+from everstep.recovery import ddp, rng, tripwire
 from everstep.recovery.control import FD_VARIABLE, Control
 from everstep.recovery.errors import EverstepError, Fault, UsageError
 from everstep.recovery.group import Group, make_default
@@ -91,6 +91,7 @@ def _enter_seat(seed: int) -> Run:
 
         warm_up()
     ddp.notice()
+    page = _Page()
     control.send(m.Hello(versions()))
     control.wait(lambda: control.assigned is not None)
     assign = control.assigned
@@ -109,7 +110,7 @@ def _enter_seat(seed: int) -> Run:
     seat.reach = run._reach
     if run._drill:
         group.before = lambda: run._reach("collective")
-    run.on_commit = _Page().write
+    run.on_commit = page.write
     run._reach("init")
     if assign.start:
         try:
@@ -249,11 +250,13 @@ class _Leaver:
 
 
 class _Page:
-    """Committed steps, counted in a page that the agent reads: no message a step."""
+    """The page that the agent reads: committed steps, with no message a step, and the tripwire."""
 
     def __init__(self) -> None:
         fd = os.environ.pop(PAGE_VARIABLE, None)
         self._page = mmap.mmap(int(fd), mmap.PAGESIZE) if fd is not None else None
+        if self._page is not None:
+            tripwire.arm(self._page)
 
     def write(self, committed: int) -> None:
         if self._page is not None:
