@@ -33,6 +33,8 @@ def arm(page: mmap.mmap) -> bool:
         _check(_libc.pthread_mutex_lock(ctypes.byref(mutex)))
     except (OSError, AttributeError):
         return False
+    # Never unmapped, not even by Python's last moments: the kernel looks for the mutex after them.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(page))
     page[_ARMED] = 1
     return True
 
