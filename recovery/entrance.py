@@ -100,6 +100,7 @@ def _enter_seat(seed: int) -> Run:
     os.environ.update(assign.env)
     group = Group(assign.rank, assign.world_size)
     make_default(group)
+    group.setting_up = True
     seat = Seat(control, assign, group, exchange, os.environ.get(WORKER_VARIABLE, ""))
     leaver.seat = seat
     rng.set_replica(assign.rank, assign.world_size)

@@ -11,6 +11,7 @@ Not run on hardware yet: the NCCL half (the same path, with NCCL's own abort).
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -182,6 +183,7 @@ class Group(dist.ProcessGroup):
         self._name = BACKEND
         self.refusal: str | None = None  # why a collective is not allowed now
         self.before: Callable[[], None] | None = None  # fault injection
+        self.setting_up = False  # between init() and steps()
 
     # --- changed by the run ---------------------------------------------------------------------
 
@@ -217,6 +219,8 @@ class Group(dist.ProcessGroup):
     def _target(self) -> Any:
         if self.refusal is not None:
             raise UsageError(self.refusal)
+        if self.setting_up:
+            _refuse_objects()
         if self.before is not None:
             self.before()
         inside = self._inside
@@ -249,6 +253,22 @@ class Group(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         return self._name
+
+
+# torch's functions whose result only another rank knows, and which fall over an answer that is not real.
+_FROM_ONE_RANK = frozenset({"broadcast_object_list", "scatter_object_list", "recv_object_list"})
+
+
+def _refuse_objects() -> None:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _FROM_ONE_RANK and frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
+            raise UsageError(
+                f"{frame.f_code.co_name}() between init() and steps(): a worker that joins later cannot be sent "
+                "it again, since its peers are past it. Have every rank find the value by itself (from the "
+                "environment, a file, the seed), or do it inside the loop"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 class Answered(dist._Work):

@@ -171,6 +171,7 @@ class Run:
                     "run.steps() outside a protected function: decorate the function that holds "
                     "the loop with @run.protect, so that it can be called again after a fault"
                 )
+            self.group.setting_up = False
             with self.group.answered_locally():
                 body.rehearse()
 

@@ -1,9 +1,10 @@
-"""What the training scripts of the tests share: a log of commits, and ways to go wrong just once."""
+"""What the training scripts of the tests share: a log of commits, and ways to go wrong."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
@@ -30,8 +31,18 @@ def once(name: str) -> bool:
     return True
 
 
-def die_here(where: str, rank: int, step: int) -> None:
-    """SIGKILL, once, if DIE (`where:rank:step …`) names this place."""
-    for place in os.environ.get("DIE", "").split():
-        if place == f"{where}:{rank}:{step}" and once(f"die-{place}"):
+def reach(where: str, rank: int, step: int) -> None:
+    """Do what DRILL asks for at this place: `kill:forward:1:3 raise:backward:*:7 …`.
+
+    kill and raise-once happen once in the whole run; raise and exit at every try.
+    """
+    for item in os.environ.get("DRILL", "").split():
+        action, at, who, when = item.split(":")
+        if at != where or who not in ("*", str(rank)) or when not in ("*", str(step)):
+            continue
+        if action == "kill" and once(item):
             os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "raise" or (action == "raise-once" and once(item)):
+            raise RuntimeError(f"Socket: no such sample on rank {rank}")
+        elif action == "exit":
+            sys.exit(3)
