@@ -76,8 +76,8 @@ def rehearse(ddp: DistributedDataParallel) -> None:
     ddp.require_backward_grad_sync = True
     if ddp.find_unused_parameters:
         return  # such a DDP never lays its buckets out anew
-    params = [p for p in ddp.module.parameters() if p.requires_grad]
-    params = [p for p in params if id(p) not in _ignored(ddp)]
+    ignored = _ignored(ddp)
+    params = [p for p in ddp.module.parameters() if p.requires_grad and id(p) not in ignored]
     for p in params:
         p.grad = None
     if not ddp._lazy_init_ran:
