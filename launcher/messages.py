@@ -7,7 +7,7 @@ by whoever reads, and is never fatal. Nothing here ever unpickles.
 
 from __future__ import annotations
 
-from typing import TypeVar, Union
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -19,13 +19,13 @@ class Struct(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=False,
 # --- from a worker (through its agent) to the coordinator -------------------------------------
 
 
-class Hello(Struct):
+class Hello(Struct, frozen=True):
     """The worker has reached `recovery.init()`."""
 
     versions: dict[str, str]
 
 
-class Ready(Struct):
+class Ready(Struct, frozen=True):
     """The worker stands in `steps()` and states what it holds, for this generation."""
 
     generation: int
@@ -39,7 +39,7 @@ class Ready(Struct):
     fingerprint: str = ""  # of its initial state, where the run has not begun yet
 
 
-class Published(Struct):
+class Published(Struct, frozen=True):
     """A rendezvous entry of one rank, for everybody in the generation."""
 
     generation: int
@@ -47,19 +47,19 @@ class Published(Struct):
     value: bytes
 
 
-class AbortDone(Struct):
+class AbortDone(Struct, frozen=True):
     """The worker's communicators of the generations before this one are broken off."""
 
     generation: int
     seconds: float
 
 
-class GroupReady(Struct):
+class GroupReady(Struct, frozen=True):
     generation: int
     seconds: float
 
 
-class Restored(Struct):
+class Restored(Struct, frozen=True):
     generation: int
     bytes: int
     seconds: float
@@ -67,27 +67,27 @@ class Restored(Struct):
     tier: str  # "peer" or "disk"
 
 
-class Committed(Struct):
+class Committed(Struct, frozen=True):
     """First committed step of a generation on this rank."""
 
     generation: int
     committed: int
 
 
-class Trouble(Struct):
+class Trouble(Struct, frozen=True):
     """Something failed in a collective or a transfer, and no fault is known to this worker."""
 
     generation: int
     what: str
 
 
-class Done(Struct):
+class Done(Struct, frozen=True):
     """This rank has committed step `total - 1`."""
 
     total: int
 
 
-class Leaving(Struct):
+class Leaving(Struct, frozen=True):
     """The worker's script has ended (or is ending by an exception); it waits for `Release`."""
 
     generation: int
@@ -99,20 +99,30 @@ class Leaving(Struct):
     code: int = 0  # what it will exit with, as far as it knows
 
 
-class Note(Struct):
+class Note(Struct, frozen=True):
     """A line for the run's log."""
 
     text: str
 
 
-FromWorker = Union[
-    Hello, Ready, Published, AbortDone, GroupReady, Restored, Committed, Trouble, Done, Leaving, Note
-]
+FromWorker: TypeAlias = (
+    Hello
+    | Ready
+    | Published
+    | AbortDone
+    | GroupReady
+    | Restored
+    | Committed
+    | Trouble
+    | Done
+    | Leaving
+    | Note
+)
 
 # --- from the coordinator (through an agent) to a worker ----------------------------------------
 
 
-class Assign(Struct):
+class Assign(Struct, frozen=True):
     """The worker gets a rank. `env` is what torchrun would have put in its environment."""
 
     rank: int
@@ -122,13 +132,13 @@ class Assign(Struct):
     start: bool = False  # the run has not begun: collectives of set-up are real
 
 
-class Abort(Struct):
+class Abort(Struct, frozen=True):
     """Generation `generation` has begun: break off everything older."""
 
     generation: int
 
 
-class Member(Struct):
+class Member(Struct, frozen=True):
     """One row of the table that a generation starts from. Rank -1: a donor that is leaving."""
 
     worker: str
@@ -143,7 +153,7 @@ class Member(Struct):
     fingerprint: str = ""
 
 
-class Go(Struct):
+class Go(Struct, frozen=True):
     """All ranks are ready: build the group, restore, go on. `token` proves membership."""
 
     generation: int
@@ -152,26 +162,26 @@ class Go(Struct):
     progress: bool  # has this run ever committed a step
 
 
-class Entry(Struct):
+class Entry(Struct, frozen=True):
     generation: int
     key: str
     value: bytes
 
 
-class AllDone(Struct):
+class AllDone(Struct, frozen=True):
     total: int
 
 
-class Release(Struct):
+class Release(Struct, frozen=True):
     """The worker may end."""
 
 
-ToWorker = Union[Assign, Abort, Go, Entry, AllDone, Release]
+ToWorker: TypeAlias = Assign | Abort | Go | Entry | AllDone | Release
 
 # --- from an agent to the coordinator -----------------------------------------------------------
 
 
-class AgentHello(Struct):
+class AgentHello(Struct, frozen=True):
     node: str
     index: int
     host: str  # address that state and groups travel on
@@ -183,36 +193,36 @@ class AgentHello(Struct):
     code: int = 64
 
 
-class Heartbeat(Struct):
+class Heartbeat(Struct, frozen=True):
     steps: dict[str, int] = {}  # worker -> committed
 
 
-class WorkerStarted(Struct):
+class WorkerStarted(Struct, frozen=True):
     worker: str
     pid: int
 
 
-class WorkerExited(Struct):
+class WorkerExited(Struct, frozen=True):
     worker: str
     code: int  # exit status; negative: minus the signal
     how: str = "its agent"
 
 
-class FromWorkers(Struct):
+class FromWorkers(Struct, frozen=True):
     worker: str
     message: FromWorker
 
 
-class Bye(Struct):
+class Bye(Struct, frozen=True):
     """The agent's workers are gone and it ends."""
 
 
-FromAgent = Union[AgentHello, Heartbeat, WorkerStarted, WorkerExited, FromWorkers, Bye]
+FromAgent: TypeAlias = AgentHello | Heartbeat | WorkerStarted | WorkerExited | FromWorkers | Bye
 
 # --- from the coordinator to an agent -----------------------------------------------------------
 
 
-class Spawn(Struct):
+class Spawn(Struct, frozen=True):
     """Start a worker. `env` holds rank variables, or none of them for a standby."""
 
     worker: str
@@ -223,26 +233,26 @@ class Spawn(Struct):
     nice: bool = False
 
 
-class Kill(Struct):
+class Kill(Struct, frozen=True):
     worker: str
     reason: str
 
 
-class ToWorkers(Struct):
+class ToWorkers(Struct, frozen=True):
     workers: list[str]
     message: ToWorker
 
 
-class Beat(Struct):
+class Beat(Struct, frozen=True):
     """The coordinator lives."""
 
 
-class Stop(Struct):
+class Stop(Struct, frozen=True):
     code: int
     reason: str
 
 
-ToAgent = Union[Spawn, Kill, ToWorkers, Beat, Stop]
+ToAgent: TypeAlias = Spawn | Kill | ToWorkers | Beat | Stop
 
 
 T = TypeVar("T")
@@ -287,7 +297,8 @@ def decode_to_agent(data: bytes) -> ToAgent:
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        # Text that is no UTF-8 is a ValueError; arrays a thousand deep, where a field is unknown, recurse.
         raise BadMessage(str(error)) from None
 
 

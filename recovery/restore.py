@@ -7,7 +7,8 @@ The rule: the highest step that a whole member has committed wins; whoever is be
 new, or not whole receives from whole members at that step, newcomers spread over them.
 When nobody holds the state in memory, the lowest rank that sees the newest valid
 checkpoint reads it and is the donor of all others. When there has never been a
-committed step, everybody starts from the beginning with rank 0's initial state.
+committed step, everybody starts from the beginning with the initial state of the lowest
+rank that holds one.
 """
 
 from __future__ import annotations
@@ -59,8 +60,13 @@ def plan(members: Sequence[Member], *, progress: bool) -> Plan | Impossible:
         transfers = _spread(donors, behind)
         if not behind:
             return Plan("peer", committed, (), f"every rank holds step {committed} already")
-        who = ", ".join(f"rank {x.rank}" for x in behind)
-        return Plan("peer", committed, transfers, f"{who} restored to step {committed} from {_names(transfers, members)}")
+        who = f"rank{'s' * (len(behind) > 1)} {', '.join(str(x.rank) for x in behind)}"
+        return Plan(
+            "peer",
+            committed,
+            transfers,
+            f"{who} restored to step {committed} from {_names(transfers, members)}",
+        )
     newest = max((x.checkpoint for x in ranked), default=-1)
     if newest >= 0:
         loader = next(x for x in ranked if x.checkpoint == newest)
@@ -77,13 +83,19 @@ def plan(members: Sequence[Member], *, progress: bool) -> Plan | Impossible:
             "nobody holds the state in memory and there is no valid checkpoint: "
             "make some with run.checkpoint(path, every=STEPS), or start the job anew"
         )
-    first = ranked[0]
-    odd = [x for x in ranked[1:] if not x.fingerprint or x.fingerprint != first.fingerprint]
+    first = next((x for x in ranked if x.whole and x.fresh), None)
+    if first is None:
+        return Impossible("no rank holds an initial state: start the job anew")
+    odd = [
+        x
+        for x in ranked
+        if x is not first and not (x.whole and x.fingerprint and x.fingerprint == first.fingerprint)
+    ]
     return Plan("start", 0, _spread([first], odd), "the run starts from step 0")
 
 
 def _spread(donors: Sequence[Member], receivers: Sequence[Member]) -> tuple[Transfer, ...]:
-    """Receivers over donors, those on the receiver's own host first, the least loaded next."""
+    """Receivers over donors: the least loaded, on the receiver's own host where there is a choice."""
     load = {x.worker: 0 for x in donors}
     transfers = []
     for receiver in receivers:
