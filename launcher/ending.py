@@ -50,7 +50,7 @@ class Ending(Mind):
         deserters = [w for w in holders if w.deserted]
         if ended is not None and not any(w.left_early for w in ended):
             deserters = ended  # they went through all their steps, and others have more
-        if not deserters:
+        if not deserters or not self.joined:
             return False
         others = [w for w in holders if w.alive]
         waiting = bool(others) and all(w.done > self.all_done or w.status == "leaving" for w in others)

@@ -420,7 +420,7 @@ class Run:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.dice = random.Random(self.seed)  # noqa: S311 - an order of events
+        self.dice = random.Random(self.seed)
         self.config = ms.Config(
             shape.nnodes,
             shape.nproc,
