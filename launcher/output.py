@@ -12,8 +12,8 @@ import selectors
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Stream:
     fd: int
     out: int | None  # descriptor of our own to write to
     label: Callable[[], str]
-    file: BinaryIO | None
+    file: FileIO | None
     partial: bytearray = field(default_factory=bytearray)
 
 
@@ -41,7 +41,15 @@ class Relay:
 
     def add(self, fd: int, out: int | None, label: Callable[[], str], file: Path | None) -> None:
         """Relay the pipe `fd` to descriptor `out` (None: not shown) and to `file`."""
-        handle = file.open("ab") if file is not None else None
+        handle = None
+        if file is not None:
+            try:
+                handle = file.open("ab", buffering=0)
+            except OSError as error:
+                _write(
+                    2,
+                    f"everstep: {file} cannot be opened ({error.strerror}); this log is not kept\n".encode(),
+                )
         with self._lock:
             self._added.append(_Stream(fd, out, label, handle))
         os.write(self._wake_write, b"x")
@@ -77,21 +85,40 @@ class Relay:
             data = os.read(stream.fd, 1 << 16)
         except OSError:
             data = b""
-        if stream.file is not None and data:
-            stream.file.write(data)
-            stream.file.flush()
+        if stream.file is not None:
+            self._keep(stream, data)
         if stream.out is not None:
-            # A line without an end comes out when it ends, or when the worker does.
-            stream.partial += data
-            cut = stream.partial.rfind(b"\n") + 1 if data else len(stream.partial)
-            whole, stream.partial = bytes(stream.partial[:cut]), stream.partial[cut:]
-            if whole:
-                prefix = stream.label().encode()
-                lines = whole.removesuffix(b"\n").replace(b"\r\n", b"\n").split(b"\n")
-                _write(stream.out, b"".join(prefix + line + b"\n" for line in lines))
-        if not data and stream.file is not None:
-            stream.file.close()
+            self._show(stream, stream.out, data)
         return bool(data)
+
+    def _keep(self, stream: _Stream, data: bytes) -> None:
+        if stream.file is None:
+            return
+        try:
+            if data:
+                stream.file.write(data)
+                return
+            stream.file.close()
+        except OSError as error:
+            # A full disk costs the log, not the run: this thread is what empties the workers' pipes.
+            text = f"everstep: {stream.file.name} cannot be written any more ({error.strerror})\n"
+            _write(2, text.encode())
+            with contextlib.suppress(OSError):
+                stream.file.close()
+        stream.file = None
+
+    def _show(self, stream: _Stream, out: int, data: bytes) -> None:
+        # A line without an end comes out when it ends, or when the worker does.
+        cut = data.rfind(b"\n") + 1
+        if data and not cut:
+            stream.partial += data
+            return
+        whole = bytes(stream.partial) + data[:cut] if data else bytes(stream.partial)
+        stream.partial = bytearray(data[cut:])
+        if whole:
+            prefix = stream.label().encode()
+            lines = whole.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+            _write(out, b"".join(prefix + line + b"\n" for line in lines))
 
 
 def _write(fd: int, data: bytes) -> None:
