@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from everstep.recovery import ddp, rng
 from everstep.recovery.errors import UsageError
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _BROADCAST_BUCKET = 32 << 20
 
@@ -49,13 +48,13 @@ class Body:
         self._replicas = ddp.replicas_of(self.modules)
         self._optimizers = [x for x in objects if isinstance(x, Optimizer)]
         self._managed = {id(p) for optimizer in self._optimizers for p in _parameters_in(optimizer)}
-        self._strange: set[int] = set()  # optimizers of the user's that have nothing to do with tracked models
+        self._strange: set[int] = (
+            set()
+        )  # optimizers of the user's that have nothing to do with tracked models
         self._scalers = [x for x in objects if isinstance(x, torch.amp.GradScaler)]
-        # Learning-rate schedulers, scalers and the like: small, and changed without optimizer.step()
-        # being called where a scaler skips it. Optimizers change in step() alone, which is noticed.
-        self._small = [
-            x for x in objects if not isinstance(x, (torch.nn.Module, Optimizer))
-        ]
+        # Learning-rate schedulers, scalers and the like: small, and changed even where a scaler skips
+        # optimizer.step(). Optimizers change in step() alone, which is noticed.
+        self._small = [x for x in objects if not isinstance(x, (torch.nn.Module, Optimizer))]
         self._small_states: list[Any] = []
         self._buffers: list[torch.Tensor] = []
         self._buffer_copies: list[torch.Tensor] = []
@@ -191,7 +190,7 @@ class Body:
         """Ranks hold different running statistics: make them rank 0's, so that any rank can be lost."""
         if self._synced or not self._slots or self._group.size() == 1:
             return
-        dist._broadcast_coalesced(self._group, _buffers_at(self._slots), _BROADCAST_BUCKET, 0)
+        _broadcast_coalesced(self._group, _buffers_at(self._slots), _BROADCAST_BUCKET, 0)
         self._synced = True
 
     def _check_gradients(self) -> None:

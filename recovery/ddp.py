@@ -20,11 +20,9 @@ import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
+from everstep.recovery.errors import UsageError
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-
-from everstep.recovery.errors import UsageError
-
 
 # Every DDP object of this process. The user may track the bare model inside, which does not know of it.
 _made: list[weakref.ref[DistributedDataParallel]] = []
@@ -81,7 +79,7 @@ def rehearse(ddp: DistributedDataParallel) -> None:
     for p in params:
         p.grad = None
     if not ddp._lazy_init_ran:
-        ddp._lazy_init()
+        ddp._lazy_init()  # type: ignore[no-untyped-call]
     with torch.enable_grad():
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward([])
@@ -105,5 +103,5 @@ def parameters_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Param
 
 
 def _ignored(ddp: DistributedDataParallel) -> set[int]:
-    names = getattr(ddp, "parameters_to_ignore", set())
+    names: set[str] = getattr(ddp, "parameters_to_ignore", set())
     return {id(p) for name, p in ddp.module.named_parameters() if name in names}

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-
 from everstep.launcher import messages as m
 from everstep.recovery import ddp, rng, tripwire
 from everstep.recovery.control import FD_VARIABLE, Control
@@ -30,6 +29,7 @@ from everstep.recovery.group import Group, make_default
 from everstep.recovery.run import Run, _log
 from everstep.recovery.seat import Seat, Solo
 from everstep.recovery.transfer import Exchange
+from torch._C._distributed_c10d import HashStore
 
 # Under the launcher, beside the control socket's number: this worker's name, the address that
 # state travels on, the page where it counts its committed steps, and whether checkpoints count.
@@ -39,6 +39,9 @@ PAGE_VARIABLE = "EVERSTEP_PAGE"
 RESUME_VARIABLE = "EVERSTEP_RESUME"
 # Seconds for the launcher to start everybody again, where the first group cannot be built.
 _START_AGAIN = 10.0
+
+# What DDP's constructor says when ranks have different models.
+_OTHER_MODEL = ("appears not to match", "DDP expects same model across all ranks")
 
 _run: Run | None = None
 
@@ -70,7 +73,7 @@ def _enter_alone(seed: int, backend: str | None) -> Run:
         if "RANK" in os.environ:
             dist.init_process_group(kind)
         else:
-            dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(kind, store=HashStore(), rank=0, world_size=1)
         atexit.register(_destroy_group)
     rng.set_replica(dist.get_rank(), dist.get_world_size())
     rng.seed_all(seed)
@@ -122,7 +125,7 @@ def _enter_seat(seed: int) -> Run:
 
 
 def _start_again(control: Control, why: str) -> None:
-    """A peer was lost before anything has begun: the launcher starts everybody afresh, and ends this process."""
+    """A peer was lost before anything has begun: the launcher starts all afresh, and ends this process."""
     control.wait(lambda: False, _START_AGAIN)
     _log(f"{why}; this worker starts again")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -189,6 +192,12 @@ class _Leaver:
     def _note(self, error: BaseException) -> None:
         self._error = error
         self._text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if any(words in str(error) for words in _OTHER_MODEL):
+            self._error = UsageError(
+                f"{_in_a_line(error, False)} The model is another one than on rank 0: "
+                "build the same model on every rank"
+            )
+            return
         seat, run = self.seat, self.run
         unprotected = run is None or run._ended_by is None
         broken = unprotected and seat is not None and isinstance(error, RuntimeError) and seat.interrupted()

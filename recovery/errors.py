@@ -23,5 +23,5 @@ class NoStateError(EverstepError):
     exit_code = 75
 
 
-class Fault(Exception):  # noqa: N818 - a fault is not this process's error
+class Fault(Exception):
     """A peer was lost, or a new generation has begun: unwind to `protect`."""

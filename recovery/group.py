@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
-
 from everstep.launcher import messages as m
 from everstep.recovery.control import Control
 from everstep.recovery.errors import Fault, UsageError
 from everstep.recovery.sockets import Sockets
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, Store, Work
 
 BACKEND = "everstep"
 # How long building a group may take, where nothing aborts it.
@@ -32,18 +31,38 @@ CONNECT = timedelta(seconds=60)
 # As torch's own default for collectives; hangs are noticed by the launcher, much earlier.
 TIMEOUT = timedelta(minutes=30)
 
-_FORWARDED = (
-    "allreduce allreduce_coalesced broadcast reduce barrier "
-    "allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced "
-    "all_gather_single all_gather_single_coalesced gather scatter "
-    "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
-    "reduce_scatter_single reduce_scatter_single_coalesced "
-    "alltoall alltoall_base all_to_all_single send recv recv_anysource monitored_barrier "
-    "_start_coalescing _end_coalescing"
-).split()
+_FORWARDED = [
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+    "monitored_barrier",
+    "_start_coalescing",
+    "_end_coalescing",
+]
 
 
-class Rendezvous(dist.Store):
+class Rendezvous(Store):
     """A store for one generation: entries are published through the launcher to every rank.
 
     It is authenticated (it *is* the control connection), has no port, and a wait in
@@ -115,11 +134,11 @@ class Inside:
 
     def _build(self) -> None:
         rank, world, host = self._shape
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = CONNECT
         options._threads = 2
-        store = dist.PrefixStore(f"everstep/{self.generation}/cpu", self._store)
+        store = PrefixStore(f"everstep/{self.generation}/cpu", self._store)
         gloo = dist.ProcessGroupGloo(store, rank, world, options)
         self._sockets.keep(self._store.published)
         gloo.set_timeout(TIMEOUT)
@@ -128,7 +147,7 @@ class Inside:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._backends.append(gloo)
         if torch.cuda.is_available():  # not run on hardware yet
-            nccl_store = dist.PrefixStore(f"everstep/{self.generation}/cuda", self._store)
+            nccl_store = PrefixStore(f"everstep/{self.generation}/cuda", self._store)
             nccl_options = dist.ProcessGroupNCCL.Options()
             nccl_options._timeout = TIMEOUT
             nccl = dist.ProcessGroupNCCL(nccl_store, rank, world, nccl_options)
@@ -171,13 +190,15 @@ class Group(dist.ProcessGroup):
     """The run's process group: forwards each collective to the inside of the generation."""
 
     def __init__(self, rank: int, world: int) -> None:
-        super().__init__(rank, world)
+        super().__init__(rank, world)  # type: ignore[call-arg]
         self._rank, self._world = rank, world
         self._fake = FakeProcessGroup._create_internal(rank, world)
-        self._local: Any = dist.ProcessGroup(dist.HashStore(), rank, world)
+        self._local: Any = dist.ProcessGroup(HashStore(), rank, world)
         self._local._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            self._local._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, self._fake)
+            self._local._register_backend(
+                torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, self._fake
+            )
         self._inside: Inside | None = None
         self._lock = threading.Lock()
         self._name = BACKEND
@@ -251,7 +272,7 @@ class Group(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
 
@@ -262,16 +283,19 @@ _FROM_ONE_RANK = frozenset({"broadcast_object_list", "scatter_object_list", "rec
 def _refuse_objects() -> None:
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _FROM_ONE_RANK and frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
+        if (
+            frame.f_code.co_name in _FROM_ONE_RANK
+            and frame.f_code.co_filename == dist.distributed_c10d.__file__
+        ):
             raise UsageError(
-                f"{frame.f_code.co_name}() between init() and steps(): a worker that joins later cannot be sent "
-                "it again, since its peers are past it. Have every rank find the value by itself (from the "
-                "environment, a file, the seed), or do it inside the loop"
+                f"{frame.f_code.co_name}() between init() and steps(): a worker that joins later cannot be "
+                "sent it again, since its peers are past it. Have every rank find the value by itself (from "
+                "the environment, a file, the seed), or do it inside the loop"
             )
         frame = frame.f_back  # type: ignore[assignment]
 
 
-class Answered(dist._Work):
+class Answered(Work):
     """A collective that was answered locally: done, its result the tensors as they are."""
 
     def __init__(self, result: Any) -> None:
@@ -298,7 +322,7 @@ def _forward(name: str) -> Callable[..., Any]:
         return work
 
     method.__name__ = name
-    return torch._dynamo.disable(method) if hasattr(torch, "_dynamo") else method
+    return torch._dynamo.disable(method) if hasattr(torch, "_dynamo") else method  # type: ignore[no-untyped-call]
 
 
 for _name in _FORWARDED:
@@ -318,4 +342,4 @@ def make_default(group: Group) -> None:
 
     devices = ["cpu", "cuda"]
     dist.Backend.register_backend(BACKEND, create, devices=devices)
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=group.rank(), world_size=group.size())
+    dist.init_process_group(BACKEND, store=HashStore(), rank=group.rank(), world_size=group.size())

@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-
 from everstep.recovery import state
 from everstep.recovery.body import Body
 from everstep.recovery.checkpoint import Checkpoints
@@ -51,7 +50,9 @@ class Step(int):
 class Run:
     """This worker's part in the run. Made by `init()`, once a process."""
 
-    def __init__(self, seat: AnySeat, group: Any, device: torch.device, seed: int, *, resume: bool = True) -> None:
+    def __init__(
+        self, seat: AnySeat, group: Any, device: torch.device, seed: int, *, resume: bool = True
+    ) -> None:
         self.group = group
         self.device = device
         self.rank: int = dist.get_rank()
@@ -193,7 +194,11 @@ class Run:
         self.on_commit(self._committed)
         self._reach("committed")
         if self._checkpoints is not None and self.rank == 0 and self._checkpoints.due(self._committed):
-            self._checkpoints.save(self._committed, state.snapshot(self._tracked), {"run": os.environ.get("TORCHELASTIC_RUN_ID", "")})
+            self._checkpoints.save(
+                self._committed,
+                state.snapshot(self._tracked),
+                {"run": os.environ.get("TORCHELASTIC_RUN_ID", "")},
+            )
         self._seat.check()
 
     def _leave_step(self) -> None:

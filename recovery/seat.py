@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
 from everstep.launcher import messages as m
 from everstep.recovery import state
 from everstep.recovery.checkpoint import Checkpoints
@@ -60,7 +59,9 @@ class AnySeat(Protocol):
 class Seat:
     """A rank under the launcher."""
 
-    def __init__(self, control: Control, assign: m.Assign, group: Group, exchange: Exchange, worker: str) -> None:
+    def __init__(
+        self, control: Control, assign: m.Assign, group: Group, exchange: Exchange, worker: str
+    ) -> None:
         self._control = control
         self._group = group
         self._exchange = exchange
@@ -172,7 +173,7 @@ class Seat:
                 not self._joined and not held.committed,
                 self._exchange.host,
                 self._exchange.port,
-                state.layout(snap.skeleton),
+                f"{_size(held.tracked)},{state.layout(snap.skeleton)}",
                 newest,
                 state.fingerprint(snap) if start else "",
             )
@@ -212,7 +213,10 @@ class Seat:
         def land(skeleton: bytes) -> list[torch.Tensor]:
             if disposable:
                 return state.landing(held.tracked, skeleton, held.device)
-            return [state.empty_like_spec(s, s.device if s.device == "cpu" else held.device) for s in state.specs(skeleton)]
+            return [
+                state.empty_like_spec(s, s.device if s.device == "cpu" else held.device)
+                for s in state.specs(skeleton)
+            ]
 
         got = self._exchange.fetch(go.generation, self._worker, (them.host, them.port), go.token, land)
         state.load(held.tracked, got.skeleton, got.tensors)
@@ -345,6 +349,13 @@ class Solo:
         """The others end by themselves."""
 
 
+def _size(tracked: dict[str, Any]) -> str:
+    """How large the models are, for people; optimizers, whose state comes late, are left out."""
+    tensors = [t for x in tracked.values() if isinstance(x, torch.nn.Module) for t in x.state_dict().values()]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    return f"{len(tensors)} tensors of {sum(t.numel() for t in tensors):,} elements"
+
+
 def newest_to_try(held: Held, start: bool, rank: int) -> int:
     """Committed steps of the newest checkpoint here, not verified yet; -1: none counts.
 
@@ -364,7 +375,8 @@ def load_newest(held: Held) -> int:
     found = held.checkpoints.newest_valid() if held.checkpoints is not None else None
     if found is None:
         raise NoStateError(
-            "there are checkpoints, but none is valid (see above); to begin at step 0, start with --resume none"
+            "there are checkpoints, but none is valid (see above); to begin at step 0, "
+            "start with --resume none"
         )
     state.load(held.tracked, found.skeleton, found.tensors)
     held.restored(found.committed)

@@ -33,7 +33,7 @@ class Sockets:
         self._poll = select.poll()
 
     def keep(self, published: Iterable[bytes]) -> None:
-        """Take a duplicate of each socket now, so that a later descriptor of the same number is not mistaken."""
+        """Take a duplicate of each socket now: later, its number may be another descriptor's."""
         self._kept = self._find(published)
         for sock in self._kept:
             self._poll.register(sock, select.POLLRDHUP)
@@ -43,12 +43,13 @@ class Sockets:
         return bool(self._kept) and bool(self._poll.poll(0))
 
     def forget(self) -> None:
-        """In a forked child: close what it has inherited, or a dead parent's peers would wait for the child."""
+        """In a forked child: close what it has inherited, or its dead parent's peers would wait for it."""
         for fd, inode in self._numbers.items():
             with contextlib.suppress(OSError):
                 if os.fstat(fd).st_ino == inode:  # gloo may have closed it, and its number be someone else's
                     os.close(fd)
-        self.close()
+        with contextlib.suppress(OSError):
+            self.close()
 
     def shut(self, published: Iterable[bytes]) -> int:
         """Shut the group's sockets down; how many there were. Works in mid-construction too."""
@@ -111,6 +112,6 @@ def _raw_address(family: int, address: tuple[str, int]) -> bytes:
     if family == socket.AF_INET:
         return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_aton(address[0])
     if family == socket.AF_INET6:
-        head = struct.pack("=H", family) + struct.pack("!H", address[1])
-        return head  # flow label and scope differ between ends; family and port are enough here
+        # Flow label and scope differ between ends; family and port are enough here.
+        return struct.pack("=H", family) + struct.pack("!H", address[1])
     return b""

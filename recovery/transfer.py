@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import msgspec
 import torch
 import xxhash
-
 from everstep.recovery.control import Control
 from everstep.recovery.errors import Fault
 from everstep.recovery.state import (
@@ -170,9 +169,7 @@ class Exchange:
 
     # --- receiver -------------------------------------------------------------------------------
 
-    def fetch(
-        self, generation: int, me: str, donor: tuple[str, int], token: bytes, land: Land
-    ) -> Received:
+    def fetch(self, generation: int, me: str, donor: tuple[str, int], token: bytes, land: Land) -> Received:
         """Receive the state of the worker at `donor`.
 
         Raises Fault when it fails or what arrived does not match its digest; what it
@@ -241,9 +238,7 @@ def send_state(sock: socket.socket, committed: int, snap: Snapshot) -> int:
     return total
 
 
-def receive_state(
-    sock: socket.socket, land: Land
-) -> tuple[int, bytes, list[torch.Tensor], int]:
+def receive_state(sock: socket.socket, land: Land) -> tuple[int, bytes, list[torch.Tensor], int]:
     """What `send_state` sends: (committed, skeleton, tensors, bytes). Raises OSError and Fault."""
     _large_buffers(sock)
     (length,) = struct.unpack("!I", _exactly(sock, 4))

@@ -8,7 +8,7 @@ is left behind: random state is seeded when a rank is given.
 from __future__ import annotations
 
 import torch
-import torch._dynamo  # noqa: F401 - DDP imports it at its first construction, for a second
+import torch._dynamo
 from everstep.recovery.group import Group
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +26,7 @@ def warm_up() -> None:
     for _ in range(2):
         out = ddp(torch.randn(4, 16, 64))
         loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), torch.zeros(64, dtype=torch.long))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -23,7 +23,8 @@ def test_all_workers_at_once_go_on_from_the_newest_checkpoint(
         os.kill(job.pid(rank), signal.SIGKILL)
     ended = job.end()
     assert {e["tier"] for e in ended.named("restored")} >= {"disk"}, ended.output
-    right(ended, undisturbed(*MLP, nnodes=2), 2)
+    assert "rank 0 reads the checkpoint of step 5" in ended.output
+    right(ended, undisturbed(*MLP, nnodes=2), 2, gone_back=True)
 
 
 def test_all_workers_at_once_without_a_checkpoint_end_the_run(launch: Launch) -> None:

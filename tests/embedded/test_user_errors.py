@@ -15,7 +15,7 @@ Undisturbed = Callable[..., str]
 def test_an_exception_on_one_rank_once_costs_its_process_and_not_one_bit(
     launch: Launch, undisturbed: Undisturbed
 ) -> None:
-    """It even sounds like a network's error. The script has an excepthook, a thread and an atexit of its own."""
+    """It even sounds like the network's. The script has an excepthook, a thread and an atexit of its own."""
     ended = launch(*MLP, "--untidy", nnodes=2, env={"DRILL": "raise-once:body:1:7"}).end()
     assert [e["kind"] for e in ended.named("fault")] == ["exception"]
     assert ended.output.count("my own hook: Socket") == 1

@@ -1,4 +1,4 @@
-"""A small MLP under DDP: the script that most tests run. What is not the default changes no bit of the result."""
+"""A small MLP under DDP: the script that most tests run. No option but --steps changes the result."""
 
 import argparse
 import atexit
@@ -20,7 +20,9 @@ parser.add_argument("--every", type=int, default=5)
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes besides")
 parser.add_argument("--swallow", choices=["body", "loop"], help="have a broad except there")
 parser.add_argument("--bare", action="store_true", help="track the model inside DDP")
-parser.add_argument("--untidy", action="store_true", help="things at exit, an excepthook and a thread of its own")
+parser.add_argument(
+    "--untidy", action="store_true", help="things at exit, an excepthook and a thread of its own"
+)
 args = parser.parse_args()
 
 
@@ -120,7 +122,7 @@ def train():
 
 
 train()
-print("digest", run.digest(), flush=True)
+print(f"digest {run.digest()}", flush=True)
 drill.reach("end", run.rank, now)
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

@@ -49,7 +49,9 @@ class Mixed(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(
+        nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
+    )
 
 
 run = recovery.init(seed=5)
@@ -125,4 +127,4 @@ def train():
 
 
 train()
-print("digest", run.digest(), flush=True)
+print(f"digest {run.digest()}", flush=True)

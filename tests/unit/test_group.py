@@ -1,0 +1,242 @@
+"""A process group whose inside can be replaced: real gloo between threads that play ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep.launcher import messages as m
+from everstep.recovery.errors import Fault, UsageError
+from everstep.recovery.group import Group, Inside
+from everstep.recovery.sockets import descriptors
+
+HOST = "127.0.0.1"
+
+
+class Party:
+    """What the launcher is to the ranks of a test: entries go to everybody."""
+
+    def __init__(self, world: int) -> None:
+        self.changed = threading.Condition()
+        self.entries: dict[tuple[int, str], bytes] = {}
+        self.controls = [_Control(self) for _ in range(world)]
+
+    def begin(self, generation: int) -> None:
+        """A generation begins: whoever waits in an older one is told."""
+        with self.changed:
+            for control in self.controls:
+                control.generation = generation
+            self.changed.notify_all()
+
+
+class _Control:
+    """As much of `Control` as a group needs."""
+
+    def __init__(self, party: Party) -> None:
+        self._party = party
+        self.generation = 1
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, m.Published):
+            with self._party.changed:
+                self._party.entries[message.generation, message.key] = message.value
+                self._party.changed.notify_all()
+
+    def entry(self, generation: int, key: str) -> bytes | None:
+        return self._party.entries.get((generation, key))
+
+    def note(self) -> None:
+        with self._party.changed:
+            self._party.changed.notify_all()
+
+    def wait_in(self, generation: int, ready: Callable[[], bool]) -> None:
+        with self._party.changed:
+            assert self._party.changed.wait_for(lambda: self.generation > generation or ready(), 60)
+        if self.generation > generation:
+            raise Fault("the next generation has begun")
+
+
+def everyone(*jobs: Callable[[], Any]) -> list[Any]:
+    """Do all at once; what each returned or raised."""
+    results: list[Any] = [None] * len(jobs)
+
+    def do(i: int) -> None:
+        try:
+            results[i] = jobs[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=do, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "blocked"
+    return results
+
+
+def connected(party: Party, generation: int = 1) -> list[Inside]:
+    world = len(party.controls)
+    insides = [Inside(c, generation, r, world, HOST) for r, c in enumerate(party.controls)]  # type: ignore[arg-type]
+    assert everyone(*(i.connect for i in insides)) == [None] * world
+    return insides
+
+
+@pytest.fixture
+def three() -> Iterator[tuple[Party, list[Inside], list[Group]]]:
+    party = Party(3)
+    insides = connected(party)
+    groups = [Group(r, 3) for r in range(3)]
+    for group, inside in zip(groups, insides, strict=True):
+        group.use(inside)
+    yield party, insides, groups
+    for group in groups:
+        group.use(None)
+
+
+def summed(group: Group) -> float:
+    x = torch.full((1000,), float(group.rank() + 1))
+    group.allreduce([x]).wait()
+    return float(x[0])
+
+
+def test_collectives_go_through_the_inside(three: Any) -> None:
+    _, _, groups = three
+    assert everyone(*(lambda g=g: summed(g) for g in groups)) == [6.0] * 3
+    assert not any(g.broken() for g in groups)
+
+
+def test_an_abort_frees_whoever_is_blocked_and_shows_everywhere(three: Any) -> None:
+    """Rank 2 never comes: the others are blocked, until they are told to break off; it sees that too."""
+    _, insides, groups = three
+    began = threading.Barrier(3)
+
+    def blocked(group: Group) -> None:
+        began.wait()
+        summed(group)
+
+    def abort() -> None:
+        began.wait()
+        time.sleep(0.05)  # until they are in it; were they not, the collective would raise all the same
+        insides[0].abort()
+        insides[1].abort()
+
+    first, second, _ = everyone(lambda: blocked(groups[0]), lambda: blocked(groups[1]), abort)
+    assert isinstance(first, RuntimeError)
+    assert isinstance(second, RuntimeError)
+    assert all(group.broken() for group in groups)
+
+
+def test_the_next_inside_makes_a_broken_group_whole_again(three: Any) -> None:
+    party, insides, groups = three
+    insides[1].abort()
+    assert groups[0].broken()
+    party.begin(2)
+    for group, inside in zip(groups, connected(party, 2), strict=True):
+        group.use(inside)
+    assert not any(g.broken() for g in groups)
+    assert everyone(*(lambda g=g: summed(g) for g in groups)) == [6.0] * 3
+
+
+def test_a_rank_that_never_comes_does_not_hold_the_others_when_the_next_generation_begins() -> None:
+    party = Party(3)
+    insides = [Inside(c, 1, r, 3, HOST) for r, c in enumerate(party.controls)]  # type: ignore[arg-type]
+
+    def give_up() -> None:
+        with party.changed:
+            assert party.changed.wait_for(lambda: len(party.entries) >= 2, 60)
+        party.begin(2)
+
+    first, second, _ = everyone(insides[0].connect, insides[1].connect, give_up)
+    assert isinstance(first, Fault)
+    assert isinstance(second, Fault)
+    for group, inside in zip([Group(r, 3) for r in range(3)], connected(party, 2), strict=True):
+        group.use(inside)
+        group.use(None)
+
+
+def test_thirty_generations_leave_no_descriptor_and_no_thread_behind() -> None:
+    party = Party(2)
+    groups = [Group(r, 2) for r in range(2)]
+
+    def generation(number: int) -> None:
+        party.begin(number)
+        for group, inside in zip(groups, connected(party, number), strict=True):
+            group.use(inside)
+        assert everyone(*(lambda g=g: summed(g) for g in groups)) == [3.0] * 2
+        groups[number % 2]._inside.abort()  # type: ignore[union-attr]
+
+    def used() -> tuple[int, int]:
+        for group in groups:
+            group.use(None)
+        deadline = time.monotonic() + 10
+        while len(os.listdir("/proc/self/task")) > tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return len(descriptors()), len(os.listdir("/proc/self/task"))
+
+    for number in range(1, 4):
+        generation(number)
+    tasks = 0
+    tasks = len(os.listdir("/proc/self/task"))
+    before = used()
+    for number in range(4, 34):
+        generation(number)
+    after = used()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+
+
+def test_without_an_inside_collectives_are_answered_locally() -> None:
+    group = Group(1, 3)
+    x = torch.ones(4)
+    work = group.allreduce([x])
+    assert work.wait()
+    assert work.get_future().value() == [x]
+    gathered = [[torch.zeros(4) for _ in range(3)]]
+    group.allgather(gathered, [x]).wait()
+    assert all(torch.equal(t, x) for t in gathered[0])
+    group.barrier().wait()
+    options = dist.BroadcastOptions()
+    group.broadcast([x], options).wait()
+    dist._broadcast_coalesced(group, [x, torch.ones(2, dtype=torch.int64)], 1 << 20, 0)
+    assert torch.equal(x, torch.ones(4))
+    assert (group.size(), group.rank()) == (3, 1)
+
+
+def test_a_collective_that_is_refused_says_why() -> None:
+    group = Group(0, 1)
+    group.refusal = "not now"
+    with pytest.raises(UsageError, match="not now"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_a_child_keeps_no_connection_of_its_parents_open(three: Any) -> None:
+    """Or peers of a dead parent would wait for its children to end."""
+    _, insides, groups = three
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(write)
+            for inside in insides:
+                inside.forget()
+            os.read(read, 1)  # lives on until the parent lets it go
+        finally:
+            os._exit(0)
+    os.close(read)
+    try:
+        insides[0].close()
+        groups[0]._inside = None
+        deadline = time.monotonic() + 10
+        while not groups[1].broken() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert groups[1].broken()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
