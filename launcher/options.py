@@ -19,6 +19,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 ORDERS_VARIABLE = "EVERSTEP_AGENT"
 """The environment variable in which an agent under srun finds its orders (JSON, no secret in it)."""
 
+SPEC_VARIABLE = "EVERSTEP_SPEC"
+"""The environment variable with the workers' specification, so that agents need not parse it again."""
+
+REPORT_VARIABLE = "EVERSTEP_REPORT"
+"""The environment variable that says where `everstep srun` listens for the run's exit code."""
+
 SECRET_VARIABLE = "EVERSTEP_SECRET"  # noqa: S105 - the variable's name, not a secret
 """The environment variable that carries the run's secret; never on a command line."""
 

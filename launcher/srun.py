@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from everstep.launcher.options import (
     ORDERS_VARIABLE,
+    REPORT_VARIABLE,
     SECRET_VARIABLE,
+    SPEC_VARIABLE,
     AgentOrders,
     RunOptions,
     encode_orders,
@@ -382,7 +384,7 @@ def _export(
     listed = [word for word in (said or "ALL").split(",") if word]
     if "ALL" in (word.upper() for word in listed):
         return tuple(srun_argv), None
-    ours = [ORDERS_VARIABLE, SECRET_VARIABLE]
+    ours = [ORDERS_VARIABLE, SECRET_VARIABLE, SPEC_VARIABLE, REPORT_VARIABLE]
     theirs = [word for word in listed if word.upper() not in ("NONE", "NIL") and word not in ours]
     kept: list[str] = []
     for piece in read(srun_argv, table).pieces:

@@ -28,6 +28,7 @@ from everstep.launcher import options as own
 from everstep.launcher import srun, torchrun
 from everstep.launcher.guardian import die_with_parent, guarded
 from everstep.launcher.keys import keys_from, new_secret
+from everstep.launcher.program import check_program
 from everstep.launcher.report import Ear, tell
 from everstep.launcher.slurm.cli_json import CliJson, require
 from everstep.launcher.slurm.client import expand
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from everstep.launcher.agent import Post
 
 _OVERDUE = 10.0  # seconds that a step may outlive its run
-REPORT_VARIABLE = "EVERSTEP_REPORT"
 
 
 def run_step(words: Sequence[str]) -> int:
@@ -72,7 +72,8 @@ def run_step(words: Sequence[str]) -> int:
     ear = Ear(keys_from(secret))
     env = {k: v for k, v in os.environ.items() if k not in plan.unset}
     env.update(plan.env)
-    env[REPORT_VARIABLE] = f"{socket.gethostname()}:{ear.port}"
+    env[own.SPEC_VARIABLE] = torchrun.encode_spec(spec)
+    env[own.REPORT_VARIABLE] = f"{socket.gethostname()}:{ear.port}"
     try:
         return _run(plan.argv, env, ear)
     finally:
@@ -139,7 +140,8 @@ def agent_main() -> int:
     """What srun starts on each node: the agent under its guardian."""
     secret = os.environ.pop(own.SECRET_VARIABLE, "")
     text = os.environ.pop(own.ORDERS_VARIABLE, "")
-    report = os.environ.pop(REPORT_VARIABLE, "")
+    report = os.environ.pop(own.REPORT_VARIABLE, "")
+    known = torchrun.decode_spec(os.environ.pop(own.SPEC_VARIABLE, ""))
     keys = keys_from(secret)
     orders = own.decode_orders(text)
 
@@ -161,7 +163,7 @@ def agent_main() -> int:
             bind="*",
         )
         try:
-            post = _settle(post, orders, hosts)
+            post = _settle(post, orders, known, hosts)
         except EverstepError as error:
             post = replace(post, problem=f"{post.node}: {error}", code=error.exit_code)
         code = 70
@@ -179,7 +181,7 @@ def agent_main() -> int:
     return guarded(main)
 
 
-def _settle(post: Post, orders: own.AgentOrders, hosts: Sequence[str]) -> Post:
+def _settle(post: Post, orders: own.AgentOrders, known: torchrun.WorkerSpec, hosts: Sequence[str]) -> Post:
     """What is known only on the node itself. Raises UsageError."""
     version = importlib.metadata.version("everstep")
     if orders.everstep != version:
@@ -187,9 +189,15 @@ def _settle(post: Post, orders: own.AgentOrders, hosts: Sequence[str]) -> Post:
             f"everstep {version} is installed here, and the run was started by {orders.everstep}: "
             "install the same everstep on every node"
         )
-    spec = torchrun.parse(srun.torchrun_arguments(orders.command))
+    spec, devices = known, 0
+    if known.nproc_per_node == 0 or Path("/dev/nvidiactl").exists():
+        # Only a node with devices, or a number left open, needs torch in its agent.
+        spec = torchrun.parse(srun.torchrun_arguments(orders.command))
+        devices = torchrun.cuda_devices()
+    elif known.script is not None:
+        check_program(known.script, kind="script", cwd=Path.cwd(), environ=os.environ)
     address = _address(orders.options.interface, [h for i, h in enumerate(hosts) if i != post.index])
-    return replace(post, spec=spec, address=address, devices=torchrun._cuda_devices())
+    return replace(post, spec=spec, address=address, devices=devices)
 
 
 def _port(secret: str) -> int:

@@ -68,6 +68,21 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.command, *self.arguments)
 
 
+def encode_spec(spec: WorkerSpec) -> str:
+    """The specification as JSON, for an environment variable."""
+    return msgspec.json.encode(spec).decode()
+
+
+def decode_spec(text: str) -> WorkerSpec:
+    """What `encode_spec` wrote. Raises UsageError."""
+    try:
+        return msgspec.json.decode(text, type=WorkerSpec)
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"the workers' specification is damaged ({error}): `everstep agent` is started by `everstep srun`"
+        ) from error
+
+
 def worker_argv(spec: WorkerSpec, local_rank: int) -> list[str]:
     """The command line of one worker, `${local_rank}` in the script's arguments replaced as torchrun does."""
     arguments = [Template(word).safe_substitute(local_rank=str(local_rank)) for word in spec.arguments]
@@ -268,7 +283,7 @@ def _local_world_size(
                     "some (--gres=gpu:N), or give a number of workers"
                 ) from error
             raise UsageError(f"--nproc-per-node {text}: {error}") from error
-    devices = (device_count or _cuda_devices)()
+    devices = (device_count or cuda_devices)()
     if 0 < devices < nproc:
         raise UsageError(
             f"--nproc-per-node {nproc}: this node has {devices} CUDA device{'s' * (devices != 1)}, and each "
@@ -278,7 +293,8 @@ def _local_world_size(
     return nproc
 
 
-def _cuda_devices() -> int:
+def cuda_devices() -> int:
+    """CUDA devices of this node. Imports torch."""
     import torch
 
     # Counted without making a context on any of them, so workers can still be started.

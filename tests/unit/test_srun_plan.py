@@ -238,10 +238,18 @@ def test_cpu_bind_is_left_out_beside_a_hint_in_the_environment() -> None:
 @pytest.mark.parametrize(
     ("words", "environ", "wanted"),
     [
-        (["--export=NONE"], {}, "--export=EVERSTEP_AGENT,EVERSTEP_SECRET"),
-        (["--export", "NIL"], {}, "--export=EVERSTEP_AGENT,EVERSTEP_SECRET"),
-        (["--export=HOME,A=1"], {}, "--export=HOME,A=1,EVERSTEP_AGENT,EVERSTEP_SECRET"),
-        ([], {"SLURM_EXPORT_ENV": "NONE"}, "--export=EVERSTEP_AGENT,EVERSTEP_SECRET"),
+        (["--export=NONE"], {}, "--export=EVERSTEP_AGENT,EVERSTEP_SECRET,EVERSTEP_SPEC,EVERSTEP_REPORT"),
+        (["--export", "NIL"], {}, "--export=EVERSTEP_AGENT,EVERSTEP_SECRET,EVERSTEP_SPEC,EVERSTEP_REPORT"),
+        (
+            ["--export=HOME,A=1"],
+            {},
+            "--export=HOME,A=1,EVERSTEP_AGENT,EVERSTEP_SECRET,EVERSTEP_SPEC,EVERSTEP_REPORT",
+        ),
+        (
+            [],
+            {"SLURM_EXPORT_ENV": "NONE"},
+            "--export=EVERSTEP_AGENT,EVERSTEP_SECRET,EVERSTEP_SPEC,EVERSTEP_REPORT",
+        ),
         ([], {"SLURM_EXPORT_ENV": "ALL"}, None),
         (["--export=ALL,A=1"], {}, "--export=ALL,A=1"),
         (["--export=all"], {"SLURM_EXPORT_ENV": "NONE"}, "--export=all"),
