@@ -69,7 +69,8 @@ class Sockets:
 
     def _find(self, published: Iterable[bytes]) -> list[socket.socket]:
         entries = list(published)
-        found = []
+        found: list[socket.socket] = []
+        seen: set[int] = set()  # a number that listing them took for itself may be one of our copies by now
         for fd in descriptors() - self._before:
             try:
                 copy = os.dup(fd)
@@ -80,9 +81,12 @@ class Sockets:
             except OSError:  # no socket
                 os.close(copy)
                 continue
-            if sock.type == socket.SOCK_STREAM and not _listens(sock) and _is_of(sock, entries):
+            inode = os.fstat(copy).st_ino
+            ours = sock.type == socket.SOCK_STREAM and not _listens(sock) and _is_of(sock, entries)
+            if ours and inode not in seen:
+                seen.add(inode)
                 found.append(sock)
-                self._numbers[fd] = os.fstat(copy).st_ino
+                self._numbers[fd] = inode
             else:
                 sock.close()
         return found
