@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -53,7 +54,6 @@ def guarded(main: Callable[[], int]) -> int:
 
 
 def _outcome(main: Callable[[], int]) -> int:
-    import sys
     import traceback
 
     try:
@@ -95,6 +95,11 @@ def _watch(child: int) -> int:
     signal.setitimer(signal.ITIMER_REAL, 0)
     end_descendants(set())
     code = os.waitstatus_to_exitcode(status)
+    if code < 0 and not deadline:
+        # Nobody asked for it: the run can go on elsewhere.
+        name = signal.Signals(-code).name
+        print(f"everstep: error: this node's agent was killed ({name}): requeue the run", file=sys.stderr)
+        return 75
     return code if code >= 0 else 128 - code
 
 
