@@ -36,7 +36,7 @@ class Ending(Mind):
     def _try_end(self) -> None:
         """All scripts have ended: let the workers go. All workers are gone: the run is over."""
         holders = self.roster.holders()
-        if self.roster.empty() or self._check_deserted():
+        if self._check_deserted() or self.roster.empty():
             return
         alive = [w for w in holders if w.alive]
         if not alive:

@@ -454,6 +454,16 @@ def test_who_leaves_early_while_a_group_is_formed_is_part_of_it_first() -> None:
     assert "n2/0" in [w for w, _ in told(play.out, m.Release)]
 
 
+def test_who_left_early_cannot_be_part_of_a_new_group_even_while_a_rank_waits_for_its_standby() -> None:
+    play = Play(3).begin(standbys=False)
+    play.leave("n2/0", 7)
+    assert end_of(play.exit("n3/0", -9)) is None
+    end = end_of(play.exit("n2/0", 0))
+    assert end is not None
+    assert end.code == 75
+    assert "rank 1 had ended its script at step 7" in end.reason
+
+
 def test_a_worker_killed_before_the_end_of_its_script_is_replaced_even_after_the_last_step() -> None:
     play = Play().begin()
     play.finish_steps(9)
