@@ -62,7 +62,7 @@ def strikes(kinds: list[str], most: int, within: int = 500) -> st.SearchStrategy
 # --- in any order --------------------------------------------------------------------------------
 
 
-@orders(900)
+@orders(600)
 @given(shapes, seeds, strikes(["kill", "kill", "kill", "node"], 12), st.sampled_from([0.0, 0.05]))
 def test_whatever_happens_the_run_ends_with_a_reason(
     shape: Shape, seed: int, faults: list[Fault], noise: float
@@ -73,7 +73,7 @@ def test_whatever_happens_the_run_ends_with_a_reason(
     assert end.reason
 
 
-@orders(500)
+@orders(350)
 @given(
     seeds,
     strikes(["kill"], 3),
