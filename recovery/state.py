@@ -7,6 +7,7 @@ to a peer, into a checkpoint, and, freed of what two equal states may differ in,
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import OrderedDict
@@ -191,6 +192,7 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
     specs: list[tuple[str, str, tuple[int, ...], int, str]]
 
 
+@functools.lru_cache(maxsize=4)  # one is asked about several times in a restore, which a rank waits for
 def _body(skeleton: bytes) -> _Body:
     try:
         body = msgspec.msgpack.decode(skeleton, type=_Body)
