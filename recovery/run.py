@@ -254,7 +254,7 @@ class Run:
 
     def _reach(self, at: str) -> None:
         if self._drill:
-            self._drill.reach(at, self.rank, self._committed, self._seat.generation)
+            self._drill.reach(at, self.rank, self._committed, self._seat.underway)
 
 
 def init(seed: int = 0, *, backend: str | None = None) -> Run:

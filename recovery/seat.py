@@ -54,6 +54,8 @@ class AnySeat(Protocol):
     def finish(self, total: int) -> None: ...
     @property
     def generation(self) -> int: ...
+    @property
+    def underway(self) -> int: ...
 
 
 class Seat:
@@ -70,6 +72,7 @@ class Seat:
         self.rank, self._world = assign.rank, assign.world_size
         self._assigned = assign.generation
         self._joined = 0
+        self._joining = 0
         self._troubles = 0  # broken groups since the last commit that nobody else knew of
         self._strays: list[Inside] = []
         self._reported = 0  # newest generation whose first commit was reported
@@ -79,6 +82,11 @@ class Seat:
     @property
     def generation(self) -> int:
         return self._joined or self._control.generation
+
+    @property
+    def underway(self) -> int:
+        """The generation that this rank is part of, or about to be."""
+        return self._joining or self.generation
 
     @property
     def ever_joined(self) -> bool:
@@ -138,6 +146,7 @@ class Seat:
             control.wait(lambda: control.generation > generation)
 
     def _join(self, generation: int, held: Held) -> None:
+        self._joining = generation
         self.reach("join")
         members, go = self._assemble(generation, held, with_rank=True)
         self._restore(members, go, held)
@@ -300,6 +309,7 @@ class Solo:
     """A rank under plain python or plain torchrun: checkpoints are its only memory."""
 
     generation = 1
+    underway = 1
 
     def __init__(self) -> None:
         self._joined = False
