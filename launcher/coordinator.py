@@ -150,7 +150,7 @@ class Coordinator:
 
     def _post(self, node: str, message: m.ToAgent) -> None:
         # The socket's queue takes it at once, in order; an agent that is gone is noticed by its silence.
-        sent = self._socket.send_multipart([node.encode(), m.encode(message)])
+        sent = asyncio.ensure_future(self._socket.send_multipart([node.encode(), m.encode(message)]))
         sent.add_done_callback(_ignore_failure)
 
     def _emit(self, event: str, fields: dict[str, Any]) -> None:
