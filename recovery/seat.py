@@ -165,6 +165,9 @@ class Seat:
             members, go = self._assemble(generation, held, with_rank=False)
             self._restore(members, go, held)
         except Fault:
+            # Not asked again for this generation: the next one begins, or we may go.
+            control = self._control
+            control.wait(lambda: control.released or control.generation > generation)
             return
         self._joined = generation
 
@@ -221,6 +224,7 @@ class Seat:
 
         def land(skeleton: bytes) -> list[torch.Tensor]:
             if disposable:
+                held.whole = False  # until all of it is there and checked
                 return state.landing(held.tracked, skeleton, held.device)
             return [
                 state.empty_like_spec(s, s.device if s.device == "cpu" else held.device)
