@@ -77,6 +77,7 @@ class Rendezvous(Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value if isinstance(value, bytes) else value.encode("latin-1")
+        self.published.append(data)
         self._control.send(m.Published(self._generation, key, data))
 
     def get(self, key: str) -> bytes:

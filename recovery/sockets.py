@@ -19,15 +19,29 @@ from collections.abc import Iterable
 
 
 def descriptors() -> set[int]:
-    """The file descriptors that are open now."""
+    """The file descriptors that are open now, and the one that the listing took."""
     return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def open_sockets() -> dict[int, str]:
+    """The sockets that are open now: descriptor -> what it stands for, `socket:[inode]`.
+
+    A number says nothing: it is given out again as soon as it is closed.
+    """
+    found = {}
+    for fd in descriptors():
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:"):
+                found[fd] = target
+    return found
 
 
 class Sockets:
     """The sockets of one gloo group; `published` are the rendezvous entries of all its ranks."""
 
     def __init__(self) -> None:
-        self._before = descriptors()
+        self._before = set(open_sockets().values())
         self._kept: list[socket.socket] | None = None
         self._numbers: dict[int, int] = {}  # gloo's own descriptors -> inode
         self._poll = select.poll()
@@ -71,7 +85,9 @@ class Sockets:
         entries = list(published)
         found: list[socket.socket] = []
         seen: set[int] = set()  # a number that listing them took for itself may be one of our copies by now
-        for fd in descriptors() - self._before:
+        for fd, target in open_sockets().items():
+            if target in self._before:
+                continue
             try:
                 copy = os.dup(fd)
             except OSError:

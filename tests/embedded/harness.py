@@ -151,10 +151,18 @@ class Job:
         try:
             self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
+            self.stacks()
             raise AssertionError(f"the run does not end\n{self.output}\n{self.processes()}") from None
         self.nothing_left()
         digests = {int(r): d for r, d in re.findall(r"^\[rank (\d+)\] digest (\w+)$", self.output, re.M)}
         return Ended(self.process.returncode, self.output, self.events(), self.commits(), digests)
+
+    def stacks(self) -> None:
+        """Have every worker write where it stands, for whoever has to find out why a run hangs."""
+        for pid, line in self.processes().items():
+            if ".py" in line:
+                os.kill(pid, signal.SIGUSR2)
+        time.sleep(2)
 
     def nothing_left(self) -> None:
         deadline = time.monotonic() + GRACE

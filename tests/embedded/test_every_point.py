@@ -77,7 +77,7 @@ def test_a_loss_in_set_up_starts_the_whole_group_afresh(launch: Launch, undistur
 def test_a_fault_in_step_0_with_two_workers_on_each_node(launch: Launch, undisturbed: Undisturbed) -> None:
     """The survivors' optimizers have no state yet, or already: the newcomer's becomes theirs."""
     words, how = ("mlp.py", "--steps", "8"), {"nnodes": 2, "options": ("--nproc-per-node", "2")}
-    faults = [kill(3, "collective", 1, step=0, n=20), kill(0, "stepped", 2, step=0)]
+    faults = [kill(3, "collective", 1, step=0, n=8), kill(0, "stepped", 2, step=0)]
     ended = launch(*words, **how, faults=faults).end()
     assert ended.generations == 3, ended.output
     right(ended, undisturbed(*words, **how), 4)

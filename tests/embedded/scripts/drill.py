@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
 from pathlib import Path
 
+faulthandler.register(signal.SIGUSR2, all_threads=True)  # for `Job.stacks`
 FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
 
 
