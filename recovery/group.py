@@ -28,6 +28,8 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore,
 BACKEND = "everstep"
 # How long building a group may take, where nothing aborts it.
 CONNECT = timedelta(seconds=60)
+# So many collectives under way are noted before those that are over are forgotten.
+_NOTED = 16
 # As torch's own default for collectives; hangs are noticed by the launcher, much earlier.
 TIMEOUT = timedelta(minutes=30)
 
@@ -110,6 +112,7 @@ class Inside:
         self._shape = (rank, world, host)
         self._shut = False
         self._thread: threading.Thread | None = None
+        self._launched: list[Any] = []
 
     def connect(self) -> None:
         """Build the communicators. Raises Fault as soon as the next generation begins.
@@ -170,6 +173,16 @@ class Inside:
         """Has it been broken off, here or by a peer? What is true of it stays true."""
         return self._shut or self._sockets.broken()
 
+    def launched(self, work: Any) -> None:
+        """Note a collective, as long as it is under way."""
+        if len(self._launched) >= _NOTED:
+            self._launched = [w for w in self._launched if not w.is_completed()]
+        self._launched.append(work)
+
+    def stuck(self) -> bool:
+        """Broken off, is a collective of gloo's under way all the same?"""
+        return self._shut and any(not w.is_completed() and _has_future(w) for w in list(self._launched))
+
     @property
     def building(self) -> bool:
         """Is it being built still, maybe by a thread that was left to its time-out?"""
@@ -183,6 +196,7 @@ class Inside:
         """Drop the communicators; their threads are joined."""
         self.abort()
         self._backends.clear()
+        self._launched = []
         self.group = None
         self._sockets.close()
 
@@ -238,7 +252,7 @@ class Group(dist.ProcessGroup):
 
     # --- what torch calls -----------------------------------------------------------------------
 
-    def _target(self) -> Any:
+    def _target(self) -> tuple[Inside | None, Any]:
         if self.refusal is not None:
             raise UsageError(self.refusal)
         if self.setting_up:
@@ -246,7 +260,7 @@ class Group(dist.ProcessGroup):
         if self.before is not None:
             self.before()
         inside = self._inside
-        return self._local if inside is None else inside.group
+        return (None, self._local) if inside is None else (inside, inside.group)
 
     def size(self) -> int:
         return self._world
@@ -275,6 +289,15 @@ class Group(dist.ProcessGroup):
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._name
+
+
+def _has_future(work: Any) -> bool:
+    # One that has none (a send, a receive) counts as complete only once it was waited for.
+    try:
+        work.get_future()
+    except RuntimeError:
+        return False
+    return True
 
 
 # torch's functions whose result only another rank knows, and which fall over an answer that is not real.
@@ -316,10 +339,12 @@ class Answered(Work):
 
 def _forward(name: str) -> Callable[..., Any]:
     def method(self: Group, *args: Any, **kwargs: Any) -> Any:
-        target = self._target()
+        inside, target = self._target()
         work = getattr(target, name)(*args, **kwargs)
         if target is self._local and work is not None:
             return Answered(args[0] if args else [])
+        if inside is not None and work is not None:
+            inside.launched(work)
         return work
 
     method.__name__ = name

@@ -6,6 +6,10 @@ that runs under plain python or plain torchrun: nothing to join, no peer to rece
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +28,8 @@ from everstep.recovery.transfer import Exchange
 
 # How long a failed collective waits to hear of the fault behind it before it reports itself.
 _HEARSAY = 5.0
+# Seconds after an abort in which a collective must have failed; it takes milliseconds.
+_STUCK = 5.0
 # How often a broken group, with no fault known to the launcher, is put down to the network.
 _TRIES = 3
 
@@ -114,8 +120,22 @@ class Seat:
         inside = self._inside
         if inside is not None and inside.generation < generation:
             inside.abort()
+            watch = threading.Timer(_STUCK, self._end_if_stuck, (inside,))
+            watch.daemon = True
+            watch.start()
         self._exchange.abort()
         self._control.send(m.AbortDone(generation, time.monotonic() - began))
+
+    def _end_if_stuck(self, inside: Inside) -> None:
+        """A collective that nothing frees would hold up everybody: rather be lost, and replaced."""
+        if inside is self._inside and inside.stuck():
+            print(
+                f"everstep: rank {self.rank} cannot be freed from a collective of generation "
+                f"{inside.generation}: this worker gives up its place",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.kill(os.getpid(), signal.SIGKILL)
 
     # --- joining --------------------------------------------------------------------------------
 

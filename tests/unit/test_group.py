@@ -192,6 +192,24 @@ def test_thirty_generations_leave_no_descriptor_and_no_thread_behind() -> None:
     assert after[1] <= before[1]
 
 
+def test_a_collective_that_an_abort_does_not_free_is_known(three: Any) -> None:
+    """Seen in gloo, rarely."""
+
+    class Never:
+        def is_completed(self) -> bool:
+            return False
+
+        def get_future(self) -> None:
+            return None
+
+    _, insides, groups = three
+    assert everyone(*(lambda g=g: summed(g) for g in groups)) == [6.0] * 3
+    insides[0].abort()
+    assert not insides[0].stuck()
+    insides[0].launched(Never())
+    assert insides[0].stuck()
+
+
 def test_without_an_inside_collectives_are_answered_locally() -> None:
     group = Group(1, 3)
     x = torch.ones(4)
