@@ -36,6 +36,7 @@ from everstep.recovery.errors import UsageError
 _GRACE = 2.0  # between SIGTERM and SIGKILL of workers, where torchrun's --shutdown-timeout says nothing
 _SILENCE = 4.0  # seconds without the coordinator's heartbeat until its workers are stopped
 _GATHER = 300.0
+_ADMISSION = 20.0  # seconds from the connection to the coordinator's first word
 _PORTS = 8
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -80,6 +81,8 @@ class Agent:
         self._logs: Path | None = None
         self._may_nice = workers.may_unnice()
         self._socket: zmq.asyncio.Socket | None = None
+        self._connections: zmq.asyncio.Socket | None = None  # events of the connection to the coordinator
+        self._reached = self._admitted = False
 
     async def run(self) -> int:
         adopt_orphans()
@@ -98,6 +101,7 @@ class Agent:
             with contextlib.suppress(asyncio.TimeoutError):
                 code = await asyncio.wait_for(coordinator, 10.0)
         self._relay.drain(1.0)
+        self._socket.disable_monitor()
         self._socket.close()
         self._context.destroy(linger=200)
         return code
@@ -159,6 +163,7 @@ class Agent:
         sock.setsockopt(zmq.RECONNECT_IVL, 50)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         host, port = self._post.coordinator
+        self._connections = sock.get_monitor_socket(zmq.EVENT_CONNECTED)
         sock.connect(f"tcp://{host}:{port}")
         return sock
 
@@ -193,7 +198,7 @@ class Agent:
             return
         while True:
             data = await self._socket.recv()
-            self._beat = time.monotonic()
+            self._beat, self._admitted = time.monotonic(), True
             try:
                 message = m.decode_to_agent(data)
             except m.BadMessage:
@@ -235,17 +240,36 @@ class Agent:
             last = now
             steps = {name: w.committed() for name, w in self._workers.items() if w.rank >= 0}
             await self._send(m.Heartbeat(steps))
-            limit = max(_SILENCE, 2 * MISSED * period)
-            if now - self._beat > (limit if self._heard_of() else _GATHER) and not self._over.done():
-                host, port = self._post.coordinator
-                _say(
-                    f"{self._post.node}: the coordinator at {host}:{port} is silent since {limit:.0f} s "
-                    "or does not accept this run's secret; this node's workers are stopped (exit code 75)"
-                )
-                self._end(75)
+            limit = self._patience()
+            if now - self._beat > limit and not self._over.done():
+                self._end(self._give_up(limit))
 
-    def _heard_of(self) -> bool:
-        return bool(self._workers) or self._post.index == 0
+    def _give_up(self, limit: float) -> int:
+        """Say why this node stops; the exit code."""
+        node, (host, port) = self._post.node, self._post.coordinator
+        if self._reached and not self._admitted:
+            _say(
+                f"error: {node}: the coordinator at {host}:{port} does not accept this agent's secret "
+                "(EVERSTEP_SECRET): start agents through `everstep run` or `everstep srun` (exit code 64)"
+            )
+            return 64
+        _say(
+            f"error: {node}: nothing was heard of the coordinator at {host}:{port} for {limit:.0f} s; "
+            "this node's workers are stopped: requeue the run (exit code 75)"
+        )
+        return 75
+
+    def _patience(self) -> float:
+        """How long the coordinator may be silent: long while it may not be up, short once it answered."""
+        if self._admitted or self._post.index == 0:
+            return max(_SILENCE, 2 * MISSED * self._post.options.heartbeat)
+        # A coordinator that takes the connection and says nothing does not know our secret.
+        return _ADMISSION if self._connected() else _GATHER
+
+    def _connected(self) -> bool:
+        if not self._reached and self._connections is not None:
+            self._reached = bool(int(self._connections.get(zmq.EVENTS)) & zmq.POLLIN)
+        return self._reached
 
     # --- workers --------------------------------------------------------------------------------
 

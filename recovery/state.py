@@ -34,9 +34,23 @@ from everstep.recovery.tensors import (
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "Snapshot", "Stateful", "TensorSpec", "as_bytes", "check", "describe_mismatch", "digest",
-    "empty_like_spec", "fingerprint", "from_wire", "landing", "layout", "load", "snapshot",
-    "specs", "to_wire", "unwrap",
+    "Snapshot",
+    "Stateful",
+    "TensorSpec",
+    "as_bytes",
+    "check",
+    "describe_mismatch",
+    "digest",
+    "empty_like_spec",
+    "fingerprint",
+    "from_wire",
+    "landing",
+    "layout",
+    "load",
+    "snapshot",
+    "specs",
+    "to_wire",
+    "unwrap",
 ]
 
 _VERSION = 1
