@@ -83,6 +83,7 @@ class Agent:
         self._socket: zmq.asyncio.Socket | None = None
         self._connections: zmq.asyncio.Socket | None = None  # events of the connection to the coordinator
         self._reached = self._admitted = False
+        self._playing: Coordinator | None = None  # where this agent is the coordinator too
 
     async def run(self) -> int:
         adopt_orphans()
@@ -119,6 +120,7 @@ class Agent:
             standby=post.options.standby,
             spare_nodes=post.options.spare_nodes,
             max_restarts=post.spec.max_restarts,
+            expects_recovery=_mentions_everstep(post.spec.script),
             token=lambda: os.urandom(32),
         )
         heartbeat, events = post.options.heartbeat, post.options.events
@@ -133,6 +135,8 @@ class Agent:
                 f"port {post.coordinator[1]} of {post.node} cannot be used for the coordinator ({error}): "
                 "start the run again, which takes another one"
             ) from error
+
+        self._playing = coordinator
 
         async def serve_it() -> int:
             return (await coordinator.serve(_GATHER)).code
@@ -370,6 +374,8 @@ class Agent:
     def _announce(self, worker: workers.WorkerProcess, code: int) -> None:
         if not worker.announced:
             worker.announced = True
+            if self._over.done():
+                return  # we ended it ourselves, and that is no news
             self._heard_last(worker)
             self._send_soon(m.WorkerExited(worker.name, code, "its agent"))
 
@@ -408,7 +414,10 @@ class Agent:
 
     def _told_to_stop(self, number: int) -> None:
         if not self._over.done():
-            _say(f"{self._post.node}: told to stop ({signal.Signals(number).name})")
+            name = signal.Signals(number).name
+            _say(f"{self._post.node}: told to stop ({name})")
+            if self._playing is not None:
+                self._playing.stop(128 + number, f"stopped by {name}")
         self._end(128 + number)
 
     def _end(self, code: int) -> None:
@@ -429,6 +438,14 @@ class Agent:
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         end_descendants(set())
+
+
+def _mentions_everstep(script: str | None) -> bool:
+    """Whether a script is likely to call recovery.init(): until it does, only its text can tell."""
+    try:
+        return script is not None and b"everstep" in Path(script).read_bytes()
+    except OSError:
+        return False
 
 
 def _free_ports(host: str, count: int) -> list[int]:

@@ -21,10 +21,12 @@ import zmq.asyncio
 from everstep.launcher import membership as ms
 from everstep.launcher import messages as m
 from everstep.launcher.keys import Keys
+from everstep.recovery.errors import UsageError
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 MISSED = 4  # heartbeats
 _FAREWELL = 6.0
+_SLOW_START = 10.0  # seconds of silence until a node is held for lost, before the first step
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Coordinator:
         self._membership = ms.Membership(config)
         self._heartbeat = heartbeat
         self._expected = config.nnodes + config.spare_nodes
-        self._events = os.open(events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if events else None
+        self._events = _open_events(events)
         self._heard: dict[str, float] = {}
         self._gone: set[str] = set()
         self._dropped = 0
@@ -82,6 +84,12 @@ class Coordinator:
         """Listen on a socket that is bound already."""
         self._socket.setsockopt(zmq.USE_FD, fd)
         self._socket.bind("tcp://127.0.0.1:*")
+
+    def stop(self, code: int, reason: str) -> None:
+        """End the run from outside."""
+        if not self.outcome.done():
+            self._emit("failed", {"generation": self._membership.generation, "reason": reason, "code": code})
+            self._act([ms.End(code, reason)])
 
     async def serve(self, gather_within: float) -> Outcome:
         """Run until the end; everybody has been told to stop by then."""
@@ -129,8 +137,10 @@ class Coordinator:
                 here = len(self._membership.nodes)
                 late = f"{here} of {self._expected} nodes are here after {gather_within:.0f} s"
                 self._act([ms.End(75, f"{late}: see whether the others could start")])
+            # While scripts and torch are being read, a node may be very busy, and nobody waits for it yet.
+            patience = MISSED * self._heartbeat if self._membership.joined else _SLOW_START
             for node, heard in list(self._heard.items()):
-                if node not in self._gone and now - heard > MISSED * self._heartbeat:
+                if node not in self._gone and now - heard > patience:
                     self._gone.add(node)
                     self._act(self._membership.handle(node, ms.NodeLost(f"{MISSED} missed heartbeats")))
                 elif node not in self._gone:
@@ -172,6 +182,13 @@ class Coordinator:
         deadline = time.monotonic() + _FAREWELL
         while waiting - self._gone and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+
+
+def _open_events(path: Path | None) -> int | None:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else None
+    except OSError as error:
+        raise UsageError(f"--events {path} cannot be written here: {error.strerror}") from error
 
 
 def _ignore_failure(sent: asyncio.Future[Any]) -> None:

@@ -73,7 +73,7 @@ class Gathering(Mind):
 
     def _start_over(self, failure: Failure) -> None:
         """Nothing has begun yet, so everybody starts afresh, as torchrun does."""
-        verdict = self.tries.restart(failure, self.recovers)
+        verdict = self.tries.restart(failure, self.recovers or self.config.expects_recovery)
         if isinstance(verdict, End):
             self._end(verdict.code, verdict.reason, verdict.detail)
             return

@@ -175,5 +175,8 @@ def parse(argv: Sequence[str]) -> RunOptions:
     try:
         context = _probe.make_context("everstep", list(argv))
     except click.ClickException as error:
-        raise UsageError(f"{error.format_message()} (see `everstep srun --help`)") from error
-    return from_click(**context.params)
+        raise UsageError(f"{error.format_message()} (see --help)") from error
+    options = from_click(**context.params)
+    if options.events is not None and not options.events.parent.is_dir():
+        raise UsageError(f"--events {options.events}: there is no directory {options.events.parent}")
+    return options

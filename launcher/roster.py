@@ -34,6 +34,7 @@ class Config:
     standby: int = 1
     spare_nodes: int = 0
     max_restarts: int = 0
+    expects_recovery: bool = False  # the script is likely to call recovery.init(): it mentions everstep
     token: Callable[[], bytes] = lambda: b""  # a fresh secret for each generation
 
     @property

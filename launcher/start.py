@@ -51,6 +51,8 @@ def embedded(words: Sequence[str]) -> int:
         return 0 if words else 64
     ours, spec = torchrun.parse_run(words, own.names())
     options = own.parse(ours)
+    if options.interface is not None:
+        say("--interface: not used by `everstep run`, whose nodes are all this machine")
     for note in spec.notes:
         say(note)
     return run_local(options, spec)

@@ -59,6 +59,8 @@ class Body:
         self._buffers: list[torch.Tensor] = []
         self._buffer_copies: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self._all_modules = [x for module in self.modules for x in module.modules()]
+        self._flags: tuple[list[bool], list[bool]] = ([], [])
         self._synced = False
         self._stepped: list[Optimizer] = []
         self._running = False
@@ -85,6 +87,7 @@ class Body:
         """A step begins: same randomness whenever and wherever it is done; no old gradients."""
         for p in self._parameters:
             p.grad = None
+        self._flags = self._flags_now()
         self._keep_buffers()
         self._versions = [p._version for p in self._parameters]
         self._small_states = [copy.deepcopy(x.state_dict()) for x in self._small]
@@ -106,6 +109,18 @@ class Body:
         self._running = False
         self.whole = True
         self._refuse(None)
+
+    def put_flags_back(self) -> None:
+        """A step that was interrupted between eval() and train(), or with layers frozen for a while."""
+        if self._running:
+            training, grad = self._flags
+            for module, flag in zip(self._all_modules, training, strict=True):
+                module.training = flag
+            for p, flag in zip(self._parameters, grad, strict=True):
+                p.requires_grad = flag
+
+    def _flags_now(self) -> tuple[list[bool], list[bool]]:
+        return [x.training for x in self._all_modules], [p.requires_grad for p in self._parameters]
 
     def rewind(self) -> None:
         """After a fault, or an exception of the user's: back to the beginning of the step.

@@ -221,6 +221,7 @@ class Run:
         self._seat.leave_group()
         if self._body is not None:
             if isinstance(self._seat, Seat):
+                self._body.put_flags_back()
                 self._body.rehearse()  # collectives are answered locally now
             self._body.rewind()
         self._open = False

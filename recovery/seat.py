@@ -21,7 +21,7 @@ from everstep.launcher import messages as m
 from everstep.recovery import state
 from everstep.recovery.checkpoint import Checkpoints
 from everstep.recovery.control import Control
-from everstep.recovery.errors import EverstepError, Fault, NoStateError
+from everstep.recovery.errors import EverstepError, Fault, NoStateError, UsageError
 from everstep.recovery.group import Group, Inside
 from everstep.recovery.restore import Impossible, Plan, plan
 from everstep.recovery.transfer import Exchange
@@ -29,7 +29,7 @@ from everstep.recovery.transfer import Exchange
 # How long a failed collective waits to hear of the fault behind it before it reports itself.
 _HEARSAY = 5.0
 # Seconds after an abort in which a collective must have failed; it takes milliseconds.
-_STUCK = 5.0
+_STUCK = 20.0
 # How often a broken group, with no fault known to the launcher, is put down to the network.
 _TRIES = 3
 
@@ -412,7 +412,13 @@ def load_newest(held: Held) -> int:
             "there are checkpoints, but none is valid (see above); to begin at step 0, "
             "start with --resume none"
         )
-    state.load(held.tracked, found.skeleton, found.tensors)
+    try:
+        state.load(held.tracked, found.skeleton, found.tensors)
+    except UsageError as error:
+        raise UsageError(
+            f"the checkpoint {found.path} is of another script or model: {error}; use another directory, "
+            "or put it aside with --resume none"
+        ) from error
     held.restored(found.committed)
     held.committed, held.whole = found.committed, True
     return sum(t.nbytes for t in found.tensors)

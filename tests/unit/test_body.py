@@ -190,3 +190,19 @@ def test_an_optimizer_of_something_else_is_the_users_own_business(scene: Scene) 
     torch.optim.SGD([toy], lr=0.1).step()
     assert scene.body.whole
     scene.body.commit()
+
+
+def test_flags_that_a_fault_interrupted_are_as_at_the_steps_start() -> None:
+    """A fault between eval() and train() once made the redone step run without dropout."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    body = Body({"model": model}, Alone(), lambda why: None, lambda: None)
+    try:
+        body.begin(0, 3)
+        model.eval()
+        model[0].weight.requires_grad_(False)
+        body.put_flags_back()
+        body.rewind()
+        assert all(module.training for module in model.modules())
+        assert model[0].weight.requires_grad
+    finally:
+        body.close()
