@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from everstep.launcher import membership as ms
 from everstep.launcher import messages as m
-from everstep.launcher.keys import Keys
+from everstep.launcher.keys import Admission, Keys
 from everstep.recovery.errors import UsageError
 from zmq.auth.asyncio import AsyncioAuthenticator
 
@@ -35,16 +35,6 @@ class Outcome:
 
     code: int
     reason: str
-
-
-class _Allowed:
-    """Only agents that derived the run's client key get in."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
 
 
 class Coordinator:
@@ -68,7 +58,7 @@ class Coordinator:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", credentials_provider=_Allowed(keys.client_public))
+        self._authenticator.configure_curve_callback("*", credentials_provider=Admission(keys))
         self._socket = context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.server_secret

@@ -38,6 +38,17 @@ class Keys:
         return hmac.new(self.token_root, generation.to_bytes(8, "big"), hashlib.sha256).digest()
 
 
+class Admission:
+    """What pyzmq's authenticator asks: only who derived the run's client key gets in."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._public = keys.client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Is this the run's client key?"""
+        return key == self._public
+
+
 def keys_from(secret: str) -> Keys:
     """The keys of this secret. Raises UsageError for one that is none of ours."""
     try:

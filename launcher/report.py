@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import zmq
-from everstep.launcher.keys import Keys
+from everstep.launcher.keys import Admission, Keys
 from zmq.auth.thread import ThreadAuthenticator
 
 
@@ -14,14 +14,6 @@ class Ended(msgspec.Struct, frozen=True):
     code: int
 
 
-class _Allowed:
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
-
-
 class Ear:
     """Listens for the run's exit code, on a port of this host."""
 
@@ -29,7 +21,7 @@ class Ear:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", credentials_provider=_Allowed(keys.client_public))
+        self._authenticator.configure_curve_callback("*", credentials_provider=Admission(keys))
         self._socket = self._context.socket(zmq.PULL)
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.server_secret
