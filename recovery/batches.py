@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,21 +68,32 @@ class Source:
         # A file that a dataset opens at its first use must not be shared with forked worker processes.
         self._seeded_here = _Seeded(_separate(dataset), seed) if num_workers else self._seeded
         self._options = {name: value for name, value in options.items() if name != "persistent_workers"}
+        self._next: deque[Order] = deque()
+        self._iterator: Any = None
 
     def fetch(self, order: Order) -> Any:
         """Fetch a batch in this process; its random state is as before afterwards."""
-        options = {name: self._options[name] for name in _FOR_ANY_PROCESS if name in self._options}
-        only: Any = [order]
-        loader = DataLoader(self._seeded_here, batch_sampler=only, generator=torch.Generator(), **options)
         threads = torch.get_num_threads()
         with rng.kept():
             if self._num_workers and threads != 1:
                 torch.set_num_threads(1)  # as in a worker process, where sums come out in this order
             try:
-                return next(iter(loader))
+                return self._fetch_here(order)
             finally:
                 if self._num_workers and threads != 1:
                     torch.set_num_threads(threads)
+
+    def _fetch_here(self, order: Order) -> Any:
+        # One DataLoader for all batches: to make one takes as long as many a batch.
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            options = {name: self._options[name] for name in _FOR_ANY_PROCESS if name in self._options}
+            options.update(batch_sampler=_Once(iter(self._next.popleft, None)), generator=torch.Generator())
+            iterator = iter(DataLoader(self._seeded_here, **options))
+        self._next.append(order)
+        batch = next(iterator)
+        self._iterator = iterator  # not where it raised, or is asked by the dataset itself
+        return batch
 
     def ahead(self, orders: Iterator[Order]) -> DataLoader[Any]:
         """A DataLoader of these batches, fetched by worker processes."""

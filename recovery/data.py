@@ -20,6 +20,8 @@ from everstep.recovery.batches import DATALOADER_OPTIONS, Kept, Key, Order, Sour
 from everstep.recovery.errors import UsageError
 from torch.utils.data import Dataset, IterableDataset
 
+_AHEAD = 256  # samples whose indices are computed at once
+
 
 class StepSampler:
     """Which samples belong to a step: a pure function of (seed, step, logical replica).
@@ -66,6 +68,8 @@ class StepSampler:
                 f"global_batch={global_batch}, but the dataset has {n} samples: "
                 f"use a global_batch of at most {n}"
             )
+        self._epoch = self.n - self.n % self.global_batch if drop_last else self.n
+        self._computed: tuple[tuple[int, int, int], list[list[int]]] = ((-1, 0, 0), [])
 
     def indices(self, step: int, replica: int | None = None, replicas: int | None = None) -> list[int]:
         """This replica's samples of one step, in order.
@@ -85,20 +89,28 @@ class StepSampler:
                 f"global_batch={self.global_batch} is less than the {replicas} replicas that share it: "
                 f"use a global_batch of at least {replicas}"
             )
-        epoch_size = self.n - self.n % self.global_batch if self.drop_last else self.n
-        start = step * self.global_batch
-        first = start + self.global_batch * replica // replicas
-        end = start + self.global_batch * (replica + 1) // replicas
-        chosen: list[int] = []
-        while first < end:  # one pass; two where the batch reaches into the next epoch
-            epoch, position = divmod(first, epoch_size)
-            count = min(end - first, epoch_size - position)
-            places = np.arange(position, position + count, dtype=np.uint64)
-            if self.shuffle:
-                places = _shuffled(places, self.n, self.seed, epoch)
-            chosen += places.tolist()
-            first += count
-        return chosen
+        # The shares of some steps ahead cost as much to compute as that of one.
+        steps = max(1, min(_AHEAD * replicas // self.global_batch, self._epoch // self.global_batch))
+        block, row = divmod(step, steps)
+        wanted = (block, replica, replicas)
+        known, shares = self._computed
+        if known != wanted:
+            shares = self._shares(block * steps, steps, replica, replicas)
+            self._computed = (wanted, shares)
+        return list(shares[row])
+
+    def _shares(self, step: int, steps: int, replica: int, replicas: int) -> list[list[int]]:
+        """This replica's samples of `steps` steps from `step` on."""
+        epoch, position = divmod(step * self.global_batch, self._epoch)
+        first, end = (self.global_batch * i // replicas for i in (replica, replica + 1))
+        line = position + np.arange(steps)[:, np.newaxis] * self.global_batch + np.arange(first, end)
+        epochs, places = np.divmod(line, self._epoch)
+        samples = places.astype(np.uint64)
+        for later in np.unique(epochs) if self.shuffle else ():
+            inside = epochs == later
+            samples[inside] = _shuffled(samples[inside], self.n, self.seed, epoch + int(later))
+        shares: list[list[int]] = samples.tolist()
+        return shares
 
 
 class StepLoader:
