@@ -26,11 +26,16 @@ from everstep.launcher import messages as m
 from everstep.launcher import torchrun, workers
 from everstep.launcher.coordinator import MISSED, Coordinator
 from everstep.launcher.guardian import adopt_orphans, end_descendants
+from everstep.launcher.jobside import Here, JobSide, restart_count
 from everstep.launcher.keys import keys_from
-from everstep.launcher.membership import Config, Placement
+from everstep.launcher.ladder import parse_policy
+from everstep.launcher.membership import Config, Placement, RecruitFailed
 from everstep.launcher.options import ORDERS_VARIABLE, SECRET_VARIABLE, RunOptions
 from everstep.launcher.output import Relay
+from everstep.launcher.recruit import Terms
+from everstep.launcher.slurm.client import SlurmClient
 from everstep.recovery import tripwire
+from everstep.recovery.control import DEAF_VARIABLE
 from everstep.recovery.errors import UsageError
 
 _GRACE = 2.0  # between SIGTERM and SIGKILL of workers, where torchrun's --shutdown-timeout says nothing
@@ -38,6 +43,10 @@ _SILENCE = 4.0  # seconds without the coordinator's heartbeat until its workers 
 _GATHER = 300.0
 _ADMISSION = 20.0  # seconds from the connection to the coordinator's first word
 _PORTS = 8
+_TWICE = (
+    2.0  # seconds within which a signal that comes again is the same one: Slurm and the guardian both send it
+)
+_ALONE = 1.0  # seconds for the coordinator to say that the whole run is being stopped
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -59,6 +68,13 @@ class Post:
     devices: int = 0
     problem: str = ""
     code: int = 64
+    joiner: bool = False  # of a replacement node, which comes to a run that is under way
+    deaf: bool = False  # Slurm signals every process of a step, and workers leave that to their agent
+    # The coordinator's, in a Slurm job: what it can be asked for, by whom, and where its history is kept.
+    here: Here = Here()  # noqa: RUF009
+    client: SlurmClient | None = None
+    terms: Terms | None = None
+    folder: Path | None = None
 
 
 async def serve(post: Post, secret: str) -> int:
@@ -84,11 +100,15 @@ class Agent:
         self._connections: zmq.asyncio.Socket | None = None  # events of the connection to the coordinator
         self._reached = self._admitted = False
         self._playing: Coordinator | None = None  # where this agent is the coordinator too
+        self._asked: dict[int, float] = {}  # signals that were heeded, and when
+        self._winding = False
 
     async def run(self) -> int:
         adopt_orphans()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, self._told_to_stop, number)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            self._loop.add_signal_handler(number, self._asked_to_stop, number)
         coordinator = self._coordinator()
         self._socket = self._connect()
         await self._send(self._introduction())
@@ -113,6 +133,11 @@ class Agent:
         post = self._post
         if post.index != 0:
             return None
+        job: JobSide | None = None
+        fruitless = 0
+        if post.client is not None and post.terms is not None:
+            job = JobSide(post.client, post.here.job_id, post.terms, self._recruit_failed, _say)
+            fruitless = job.begin(post.folder, restart_count())
         config = Config(
             nnodes=post.nnodes,
             nproc=post.spec.nproc_per_node,
@@ -122,9 +147,15 @@ class Agent:
             max_restarts=post.spec.max_restarts,
             expects_recovery=_mentions_everstep(post.spec.script),
             token=lambda: os.urandom(32),
+            allowed=parse_policy(post.options.resume_policy),
+            in_job=job is not None and post.here.job_id > 0,
+            can_requeue=post.here.can_requeue,
+            why_not=post.here.why_not,
+            attempts=fruitless,
+            grace=post.options.grace,
         )
         heartbeat, events = post.options.heartbeat, post.options.events
-        coordinator = Coordinator(self._context, self._keys, config, heartbeat, events)
+        coordinator = Coordinator(self._context, self._keys, config, heartbeat, events, job)
         try:
             if post.listener >= 0:
                 coordinator.adopt(post.listener)
@@ -142,6 +173,10 @@ class Agent:
             return (await coordinator.serve(_GATHER)).code
 
         return asyncio.ensure_future(serve_it())
+
+    def _recruit_failed(self, failed: RecruitFailed) -> None:
+        if self._playing is not None:
+            self._playing.notice(failed)
 
     def _environment(self, place: Placement) -> dict[str, str]:
         return torchrun.rank_environment(
@@ -184,6 +219,7 @@ class Agent:
             post.devices,
             post.problem,
             post.code,
+            post.joiner,
         )
 
     async def _send(self, message: m.FromAgent) -> None:
@@ -214,7 +250,12 @@ class Agent:
                     self._workers[message.worker].signal(signal.SIGKILL)
             elif isinstance(message, m.ToWorkers):
                 self._to_workers(message)
+            elif isinstance(message, m.Winding):
+                self._winding = True
+                self._loop.call_later(message.seconds, self._end, 75)
             elif isinstance(message, m.Stop):
+                if message.code and self._post.joiner:
+                    _say(f"{self._post.node}: the run has ended: {message.reason}")
                 self._end(message.code)
 
     def _to_workers(self, message: m.ToWorkers) -> None:
@@ -268,7 +309,7 @@ class Agent:
         if self._admitted or self._post.index == 0:
             return max(_SILENCE, 2 * MISSED * self._post.options.heartbeat)
         # A coordinator that takes the connection and says nothing does not know our secret.
-        return _ADMISSION if self._connected() else _GATHER
+        return _ADMISSION if self._connected() or self._post.joiner else _GATHER
 
     def _connected(self) -> bool:
         if not self._reached and self._connections is not None:
@@ -313,6 +354,8 @@ class Agent:
         env.update(order.env)
         env["EVERSTEP_HOST"] = self._post.address
         env["EVERSTEP_RESUME"] = self._post.options.resume
+        if self._post.deaf:
+            env[DEAF_VARIABLE] = "1"
         env["TORCHELASTIC_RUN_ID"] = self._post.run_id
         return env
 
@@ -412,6 +455,25 @@ class Agent:
 
     # --- the end --------------------------------------------------------------------------------
 
+    def _asked_to_stop(self, number: int) -> None:
+        """By Slurm or by whoever cares for the node: the run as a whole ends in order, if it is meant."""
+        now = time.monotonic()
+        if number in self._asked:
+            if now - self._asked[number] > _TWICE:
+                self._told_to_stop(number)  # asked again: at once
+            return
+        self._asked[number] = now
+        if self._playing is not None:
+            self._playing.asked_to_stop(number)
+        else:
+            self._send_soon(m.Told(number))
+            if number == signal.SIGTERM:
+                self._loop.call_later(_ALONE, self._stop_alone, number)
+
+    def _stop_alone(self, number: int) -> None:
+        if not self._winding:  # the others go on
+            self._told_to_stop(number)
+
     def _told_to_stop(self, number: int) -> None:
         if not self._over.done():
             name = signal.Signals(number).name
@@ -427,8 +489,7 @@ class Agent:
     async def _stop_workers(self) -> None:
         grace = self._post.spec.shutdown_timeout
         for worker in list(self._workers.values()):
-            worker.signal(signal.SIGTERM)
-            worker.signal(signal.SIGCONT)
+            worker.terminate()
         deadline = time.monotonic() + (min(grace, 3) if grace is not None else _GRACE)
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

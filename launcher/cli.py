@@ -47,9 +47,12 @@ def srun(words: tuple[str, ...]) -> None:
 @everstep.command(hidden=True)
 @click.option("--local", is_flag=True)
 @click.option("--slurm", is_flag=True)
-def agent(local: bool, slurm: bool) -> None:
+@click.option("--join", is_flag=True)
+def agent(local: bool, slurm: bool, join: bool) -> None:
     """The node agent. Started by `run` and `srun`, not by hand."""
-    if slurm:
+    if join:
+        from everstep.launcher.step import joiner_main as agent_main
+    elif slurm:
         from everstep.launcher.step import agent_main
     else:
         from everstep.launcher.local import agent_main

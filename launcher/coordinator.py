@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import zmq
 import zmq.asyncio
 from everstep.launcher import membership as ms
 from everstep.launcher import messages as m
+from everstep.launcher.jobside import JobSide
 from everstep.launcher.keys import Admission, Keys
 from everstep.recovery.errors import UsageError
 from zmq.auth.asyncio import AsyncioAuthenticator
@@ -35,6 +37,8 @@ class Outcome:
 
     code: int
     reason: str
+    requeue: bool = False  # the job is to go back to the queue
+    exclude: tuple[str, ...] = ()  # without these nodes
 
 
 class Coordinator:
@@ -47,7 +51,9 @@ class Coordinator:
         config: ms.Config,
         heartbeat: float,
         events: Path | None,
+        job: JobSide | None = None,
     ) -> None:
+        self._job = job
         self._membership = ms.Membership(config)
         self._heartbeat = heartbeat
         self._expected = config.nnodes + config.spare_nodes
@@ -81,11 +87,26 @@ class Coordinator:
             self._emit("failed", {"generation": self._membership.generation, "reason": reason, "code": code})
             self._act([ms.End(code, reason)])
 
+    def asked_to_stop(self, number: int) -> None:
+        """The whole run is to end in order, because of this signal."""
+        name = signal.Signals(number).name
+        # SIGTERM comes from whoever ends the job; the others are a warning ahead, which a requeue answers.
+        requeue = number != signal.SIGTERM and self._job is not None
+        self.notice(ms.StopAsked(f"told to stop ({name})", 128 + number, requeue))
+
+    def notice(self, event: ms.RunEvent) -> None:
+        """Something that concerns the run as a whole."""
+        self._act(self._membership.notice(event))
+
     async def serve(self, gather_within: float) -> Outcome:
         """Run until the end; everybody has been told to stop by then."""
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch(gather_within))]
         outcome = await self.outcome
         await self._farewell()
+        if self._job is not None:
+            await self._job.close(self._membership.frontier, outcome.reason)
+            if outcome.requeue:
+                await self._job.requeue(outcome.exclude)
         for task in tasks:
             task.cancel()
         self._authenticator.stop()
@@ -112,6 +133,10 @@ class Coordinator:
                     self._act(self._membership.handle(node, ms.NodeLost("its agent, which was told to stop")))
             else:
                 self._act(self._membership.handle(node, message))
+                if isinstance(message, m.AgentHello) and message.joiner and self._job is not None:
+                    known = self._membership.nodes.get(node)
+                    if known is not None and known.alive:
+                        self._job.joined()
 
     async def _watch(self, gather_within: float) -> None:
         """Heartbeats, both ways."""
@@ -144,9 +169,18 @@ class Coordinator:
                 self._emit(action.event, action.fields)
             elif isinstance(action, ms.Say):
                 _say(action.text)
+            elif isinstance(action, ms.Timer):
+                up = ms.TimeUp(action.name, action.generation)
+                asyncio.get_running_loop().call_later(action.seconds, self.notice, up)
+            elif isinstance(action, ms.Recruit):
+                if self._job is not None:
+                    self._job.recruit(action)
+            elif isinstance(action, ms.Blame):
+                if self._job is not None:
+                    self._job.lost(action.node, action.reason)
             elif not self.outcome.done():
                 _say_end(action)
-                self.outcome.set_result(Outcome(action.code, action.reason))
+                self.outcome.set_result(Outcome(action.code, action.reason, action.requeue, action.exclude))
 
     def _post(self, node: str, message: m.ToAgent) -> None:
         # The socket's queue takes it at once, in order; an agent that is gone is noticed by its silence.

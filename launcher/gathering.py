@@ -94,9 +94,7 @@ class Gathering(Mind):
         for rank, seat in enumerate(self.roster.seats):
             seat.holder = None
             if not self.nodes[seat.node].alive and not self._move(rank):
-                self._give_up(
-                    f"no node is left for rank {rank}: requeue the job, or start it with --spare-nodes"
-                )
+                self._climb([rank])
                 return
         self.attempt += 1
         self._start_all()

@@ -22,6 +22,7 @@ from everstep.recovery.errors import EverstepError
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE = 4.0
+_IN_ORDER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -36,13 +37,17 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def guarded(main: Callable[[], int]) -> int:
-    """Run `main` in a child process; its exit code, once nothing of it is left."""
+def guarded(main: Callable[[], int], patience: float = _GRACE) -> int:
+    """Run `main` in a child process; its exit code, once nothing of it is left.
+
+    Signals are passed on. `patience`: seconds from SIGTERM, SIGUSR1 or SIGUSR2, which ask for an end in
+    order, until the child is killed. The end of our own parent is SIGHUP to us, which has no time for order.
+    """
     parent = os.getppid()
     adopt_orphans()
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGHUP)
     if os.getppid() != parent:
-        return 128 + signal.SIGTERM
+        return 128 + signal.SIGHUP
     guardian = os.getpid()
     child = os.fork()
     if child == 0:
@@ -50,7 +55,7 @@ def guarded(main: Callable[[], int]) -> int:
         if os.getppid() != guardian:
             os._exit(75)
         os._exit(_outcome(main))
-    return _watch(child)
+    return _watch(child, patience)
 
 
 def _outcome(main: Callable[[], int]) -> int:
@@ -72,20 +77,22 @@ def _outcome(main: Callable[[], int]) -> int:
     return code
 
 
-def _watch(child: int) -> int:
+def _watch(child: int, patience: float) -> int:
     deadline: list[float] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        deadline.append(time.monotonic() + _GRACE)
+        limit = patience if number in _IN_ORDER else _GRACE
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            deadline.append(time.monotonic() + limit)
+            signal.setitimer(signal.ITIMER_REAL, limit)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
-        signal.setitimer(signal.ITIMER_REAL, _GRACE)
 
     def too_late(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    for number in (*_IN_ORDER, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, pass_on)
     signal.signal(signal.SIGALRM, too_late)
     while True:

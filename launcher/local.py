@@ -24,6 +24,7 @@ from everstep.launcher.torchrun import WorkerSpec
 from everstep.recovery.errors import UsageError
 
 _HOST = "127.0.0.1"
+_WINDING = 60.0  # seconds for the end of a run in order, besides the grace of its last step
 
 
 class LocalOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ def run_local(options: RunOptions, spec: WorkerSpec) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if stopped:
+    if stopped and stopped[0] == signal.SIGINT:
         return 128 + stopped[0]
     if code < 0:
         print(
@@ -141,4 +142,4 @@ def agent_main() -> int:
         )
         return asyncio.run(serve(post, secret))
 
-    return guarded(main)
+    return guarded(main, orders.options.grace + _WINDING)

@@ -26,24 +26,48 @@ from __future__ import annotations
 
 from everstep.launcher import messages as m
 from everstep.launcher import placing, tries
+from everstep.launcher.climbing import Climbing
 from everstep.launcher.ending import Ending
-from everstep.launcher.gathering import Gathering
 from everstep.launcher.roster import (
     Action,
+    Blame,
     Config,
     Emit,
     End,
     Node,
     NodeLost,
     Placement,
+    Recruit,
+    RecruitFailed,
+    RunEvent,
     Say,
+    StopAsked,
+    Timer,
+    TimeUp,
     To,
     Worker,
 )
 from everstep.launcher.tries import REQUEUE, STANDBY_TRIES, Failure
 from everstep.recovery.restore import Impossible, plan
 
-__all__ = ["Action", "Config", "Emit", "End", "Membership", "NodeLost", "Placement", "Say", "To"]
+__all__ = [
+    "Action",
+    "Blame",
+    "Config",
+    "Emit",
+    "End",
+    "Membership",
+    "NodeLost",
+    "Placement",
+    "Recruit",
+    "RecruitFailed",
+    "RunEvent",
+    "Say",
+    "StopAsked",
+    "TimeUp",
+    "Timer",
+    "To",
+]
 
 _NO_STEPS = (
     "the script ended without a call of run.steps(): put the training loop in "
@@ -51,7 +75,7 @@ _NO_STEPS = (
 )
 
 
-class Membership(Gathering, Ending):
+class Membership(Climbing, Ending):
     """The state machine. Feed it with `handle`; it keeps no reference to anything outside."""
 
     # --- entrance -------------------------------------------------------------------------------
@@ -66,12 +90,31 @@ class Membership(Gathering, Ending):
         if self.phase != "over":
             known = self.nodes.get(node)
             if isinstance(message, m.AgentHello):
-                if known is None and message.node == node and self.phase == "gathering":
-                    self._agent_hello(message)
+                if known is None and message.node == node:
+                    self._introduced(message)
             elif known is not None and known.alive:
                 self._dispatch(known, message)
         out, self._out = self._out, []
         return out
+
+    def notice(self, event: RunEvent) -> list[Action]:
+        """What to do about something that concerns the run as a whole."""
+        self._out = []
+        if self.phase != "over":
+            if isinstance(event, StopAsked):
+                self._stop_asked(event)
+            elif isinstance(event, TimeUp):
+                self._time_up(event)
+            else:
+                self._recruit_failed(event)
+        out, self._out = self._out, []
+        return out
+
+    def _introduced(self, hello: m.AgentHello) -> None:
+        if self.phase == "gathering":
+            self._agent_hello(hello)
+        else:
+            self._late_hello(hello)
 
     def _dispatch(self, node: Node, message: m.FromAgent | NodeLost) -> None:
         if isinstance(message, NodeLost):
@@ -90,6 +133,8 @@ class Membership(Gathering, Ending):
             worker = self._of(node, message.worker)
             if worker is not None:
                 self._exited(worker, message)
+        elif isinstance(message, m.Told):
+            self._told(node, message.signal)
         elif isinstance(message, m.FromWorkers):
             worker = self._of(node, message.worker)
             if worker is not None and self.phase != "restarting":
@@ -126,6 +171,10 @@ class Membership(Gathering, Ending):
             )
         elif isinstance(message, m.AbortDone):
             self._emit("abort_done", rank=worker.rank, seconds=message.seconds, generation=message.generation)
+        elif isinstance(message, m.Held):
+            self._holds(worker, message)
+        elif isinstance(message, m.Saved):
+            self._written(worker, message)
         elif isinstance(message, m.Trouble):
             self._trouble(worker, message)
         elif isinstance(message, m.Done):
@@ -280,6 +329,8 @@ class Membership(Gathering, Ending):
 
     def _node_lost(self, node: Node, how: str) -> None:
         node.alive = False
+        self.bad[node.name] = how
+        self._out.append(Blame(node.name, how))
         gone = [w for w in self.roster.workers.values() if w.node == node.name and w.alive]
         donors = [w for w in gone if w.donor and not w.released]
         holders = [w for w in gone if w.rank >= 0]
@@ -316,7 +367,9 @@ class Membership(Gathering, Ending):
             self._try_end()
 
     def _donor_lost(self, donor: Worker, what: str) -> None:
-        if self.phase == "running":  # it may have been in the middle of giving its state
+        if self.phase == "winding":
+            self._lost_while_winding()
+        elif self.phase == "running":  # it may have been in the middle of giving its state
             self._failed(self._failure(donor, "outside", what, "a donor died", REQUEUE))
         else:
             self._place()
@@ -343,6 +396,12 @@ class Membership(Gathering, Ending):
 
     def _failed(self, failure: Failure) -> None:
         """Somebody is lost, or cannot go on: the next generation, a new start, or the end."""
+        if self.phase == "winding":
+            self._lost_while_winding()
+            return
+        if self.ending is not None:
+            self._wind()
+            return
         if not self.joined:
             self._start_over(failure)
             return
@@ -372,16 +431,15 @@ class Membership(Gathering, Ending):
             self._place(failure)
 
     def _place(self, failure: Failure | None = None) -> None:
-        """Give every empty rank a standby, or wait for one, or give up."""
+        """Give every empty rank a standby, or wait for one, or climb down the ladder."""
         if self.phase != "regrouping":
             return
         choice = placing.choose(self.roster)
         if choice.hopeless:
-            self._give_up(
-                f"no standby is left for {placing.names(choice.hopeless)} and none is coming: "
-                "requeue the job, or start it with --standby or --spare-nodes"
-            )
-            return
+            self._climb(choice.hopeless)
+            if self.phase != "regrouping":
+                return
+            failure = None  # said already
         for node in choice.to_start:
             self._spawn_standby(node, nice=False)
         for rank, worker in choice.taken.items():
@@ -399,11 +457,16 @@ class Membership(Gathering, Ending):
         self._try_go()
 
     def _ready(self, worker: Worker, ready: m.Ready) -> None:
-        if ready.generation != self.generation or self.phase not in ("starting", "regrouping"):
+        if ready.generation != self.generation or self.phase not in ("starting", "regrouping", "winding"):
             return
         if worker.rank >= 0 or worker.donor:
             worker.ready = ready
-            self._try_go()
+            self.checkpoints = self.checkpoints or ready.checkpoints
+            self.saved = max(self.saved, ready.checkpoint)
+            if self.phase == "winding":
+                self._try_save()
+            else:
+                self._try_go()
 
     def _try_go(self) -> None:
         """All that take part are ready: off they go."""
@@ -453,6 +516,7 @@ class Membership(Gathering, Ending):
     def _committed(self, worker: Worker, message: m.Committed) -> None:
         self._count(worker, message.committed)
         self.tries.committed(message.committed)
+        self.refused = []
         step = message.committed - 1
         self._emit("step", rank=worker.rank, step=step, generation=message.generation)
         if message.generation == self.generation and not self.stepped:
@@ -460,11 +524,6 @@ class Membership(Gathering, Ending):
             if self.generation > 1:
                 self._say(f"generation {self.generation} goes on: step {step} committed")
             self._top_up(nice=True)
-
-    def _count(self, worker: Worker, committed: int) -> None:
-        worker.committed = max(worker.committed, committed)
-        self.frontier = max(self.frontier, committed)
-        self.progress = self.progress or committed > 0
 
 
 def _row(w: Worker, r: m.Ready) -> m.Member:

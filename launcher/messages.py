@@ -37,6 +37,7 @@ class Ready(Struct, frozen=True):
     layout: str
     checkpoint: int = -1  # committed steps of the newest valid checkpoint it can read
     fingerprint: str = ""  # of its initial state, where the run has not begun yet
+    checkpoints: bool = False  # it could write one
 
 
 class Published(Struct, frozen=True):
@@ -72,6 +73,20 @@ class Committed(Struct, frozen=True):
 
     generation: int
     committed: int
+
+
+class Held(Struct, frozen=True):
+    """The worker was asked to hold, and does so between two steps."""
+
+    generation: int
+    committed: int
+
+
+class Saved(Struct, frozen=True):
+    """A checkpoint of so many committed steps was written, or (`error`) could not be."""
+
+    committed: int
+    error: str = ""
 
 
 class Trouble(Struct, frozen=True):
@@ -113,6 +128,8 @@ FromWorker: TypeAlias = (
     | GroupReady
     | Restored
     | Committed
+    | Held
+    | Saved
     | Trouble
     | Done
     | Leaving
@@ -172,11 +189,23 @@ class AllDone(Struct, frozen=True):
     total: int
 
 
+class Hold(Struct, frozen=True):
+    """Do not begin another step in this generation: the run is to stop."""
+
+    generation: int
+
+
+class Save(Struct, frozen=True):
+    """Write a checkpoint of what is held now; nobody goes on in this generation."""
+
+    generation: int
+
+
 class Release(Struct, frozen=True):
     """The worker may end."""
 
 
-ToWorker: TypeAlias = Assign | Abort | Go | Entry | AllDone | Release
+ToWorker: TypeAlias = Assign | Abort | Go | Entry | AllDone | Hold | Save | Release
 
 # --- from an agent to the coordinator -----------------------------------------------------------
 
@@ -191,6 +220,7 @@ class AgentHello(Struct, frozen=True):
     devices: int = 0
     problem: str = ""  # why this node cannot take part, in one line
     code: int = 64
+    joiner: bool = False  # of a replacement node
 
 
 class Heartbeat(Struct, frozen=True):
@@ -213,11 +243,17 @@ class FromWorkers(Struct, frozen=True):
     message: FromWorker
 
 
+class Told(Struct, frozen=True):
+    """The agent was told to stop, by this signal."""
+
+    signal: int
+
+
 class Bye(Struct, frozen=True):
     """The agent's workers are gone and it ends."""
 
 
-FromAgent: TypeAlias = AgentHello | Heartbeat | WorkerStarted | WorkerExited | FromWorkers | Bye
+FromAgent: TypeAlias = AgentHello | Heartbeat | WorkerStarted | WorkerExited | FromWorkers | Told | Bye
 
 # --- from the coordinator to an agent -----------------------------------------------------------
 
@@ -247,12 +283,18 @@ class Beat(Struct, frozen=True):
     """The coordinator lives."""
 
 
+class Winding(Struct, frozen=True):
+    """The whole run is being stopped in order, within so many seconds: wait for `Stop`."""
+
+    seconds: float
+
+
 class Stop(Struct, frozen=True):
     code: int
     reason: str
 
 
-ToAgent: TypeAlias = Spawn | Kill | ToWorkers | Beat | Stop
+ToAgent: TypeAlias = Spawn | Kill | ToWorkers | Beat | Winding | Stop
 
 
 T = TypeVar("T")

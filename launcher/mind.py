@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from everstep.launcher import placing
 from everstep.launcher.roster import Action, Config, Emit, End, Node, Placement, Roster, Say, To, Worker
 from everstep.launcher.tries import REQUEUE, Failure, Tries
 
-Phase = Literal["gathering", "starting", "restarting", "regrouping", "running", "over"]
+Phase = Literal["gathering", "starting", "restarting", "regrouping", "running", "winding", "over"]
 
 
 @dataclass
@@ -30,6 +31,13 @@ class Mind:
     troubled: bool = False  # some rank could not go on beside one whose script had ended
     failures: list[Failure] = field(default_factory=list)  # that led to the generation being formed
     versions: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)  # nodes that were lost, and how
+    saved: int = field(init=False)  # committed steps of the newest checkpoint; -1: none
+    ending: End | None = None  # how the run is to end, once its state is saved
+    checkpoints: bool = False  # the script has them configured
+    saver: str = ""  # the worker that saves it
+    asking: bool = False  # a replacement node may come
+    refused: list[str] = field(default_factory=list)  # why none came, since the last committed step
     roster: Roster = field(init=False)
     tries: Tries = field(init=False)
     _out: list[Action] = field(default_factory=list)
@@ -37,6 +45,7 @@ class Mind:
     def __post_init__(self) -> None:
         self.roster = Roster(self.config)
         self.tries = Tries(self.config.max_restarts)
+        self.saved = self.config.saved
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -82,17 +91,32 @@ class Mind:
             worker.released = expected
         self._tell(told, m.Release())
 
+    def _count(self, worker: Worker, committed: int) -> None:
+        worker.committed = max(worker.committed, committed)
+        self.frontier = max(self.frontier, committed)
+        self.progress = self.progress or committed > 0
+
+    # --- decided elsewhere -----------------------------------------------------------------------
+
+    def _place(self, failure: Failure | None = None) -> None:
+        """Give every empty rank a standby, or wait for one, or climb down the ladder."""
+        raise NotImplementedError
+
+    def _climb(self, ranks: Sequence[int]) -> None:
+        """Nobody is left for these ranks."""
+        raise NotImplementedError
+
     # --- actions ---------------------------------------------------------------------------------
 
-    def _end(self, code: int, reason: str, detail: str = "") -> None:
+    def _end(self, code: int, reason: str, detail: str = "", requeue: bool = False) -> None:
         if self.phase == "over":
             return
         self.phase = "over"
         if code == 0:
             self._emit("finished", reason=reason)
         else:
-            self._emit("failed", reason=reason, code=code)
-        self._out.append(End(code, reason, detail))
+            self._emit("failed", reason=reason, code=code, requeue=requeue)
+        self._out.append(End(code, reason, detail, requeue, tuple(self.bad) if requeue else ()))
 
     def _fault(self, worker: Worker, kind: str, noticed: str) -> None:
         rank = worker.rank if worker.rank >= 0 else None

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 import msgspec
+from everstep.launcher.ladder import parse_policy
 from everstep.recovery.errors import UsageError
 
 Resume = Literal["auto", "none"]
@@ -24,6 +25,9 @@ SPEC_VARIABLE = "EVERSTEP_SPEC"
 
 REPORT_VARIABLE = "EVERSTEP_REPORT"
 """The environment variable that says where `everstep srun` listens for the run's exit code."""
+
+COORDINATOR_VARIABLE = "EVERSTEP_COORDINATOR"
+"""The environment variable that tells a replacement node's agent where the coordinator is (host:port)."""
 
 SECRET_VARIABLE = "EVERSTEP_SECRET"  # noqa: S105 - the variable's name, not a secret
 """The environment variable that carries the run's secret; never on a command line."""
@@ -47,6 +51,14 @@ class RunOptions:
     """Network interface (`ib0`) or address that state and groups travel over; None: the host's own choice."""
     heartbeat: float = 0.25
     """Seconds between an agent's signs of life; four missed ones mean the node is lost."""
+    resume_policy: str = "all"
+    """Rungs of the resume ladder that may be used, as `ladder.parse_policy` reads them."""
+    replace_within: float = 600.0
+    """Seconds that a run waits for a replacement node."""
+    grace: float = 10.0
+    """Seconds that the step under way is given to finish when the run is told to stop."""
+    run_dir: Path | None = None
+    """Shared directory for what outlives an attempt: its history and events. None: the default one."""
 
 
 class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +139,36 @@ _SHARED = (
         help="Network interface or address for state and process groups, such as ib0 or 10.1.2.3.",
     ),
     click.option(
+        "--resume-policy",
+        default="all",
+        show_default=True,
+        metavar="RUNGS",
+        help="Rungs of the resume ladder that may be used, of standby,spare,replace,requeue; all or none.",
+    ),
+    click.option(
+        "--replace-within",
+        type=click.FloatRange(min=0),
+        default=600.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long a run waits for a replacement node before it is requeued.",
+    ),
+    click.option(
+        "--grace",
+        type=click.FloatRange(min=0),
+        default=10.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long the step under way may take to finish when the run is told to stop.",
+    ),
+    click.option(
+        "--run-dir",
+        type=_file(file_okay=False),
+        metavar="DIR",
+        help="Directory that all nodes share, for what outlives an attempt: its history, and the events "
+        "where --events is not given. Under srun by default .everstep/JOBID in the job's directory.",
+    ),
+    click.option(
         "--heartbeat",
         type=click.FloatRange(min=0.05, max=60),
         default=0.25,
@@ -177,6 +219,7 @@ def parse(argv: Sequence[str]) -> RunOptions:
     except click.ClickException as error:
         raise UsageError(f"{error.format_message()} (see --help)") from error
     options = from_click(**context.params)
+    parse_policy(options.resume_policy)
     if options.events is not None and not options.events.parent.is_dir():
         raise UsageError(f"--events {options.events}: there is no directory {options.events.parent}")
     return options

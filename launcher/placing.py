@@ -66,10 +66,11 @@ def _moves(node: Node, home: Node, moved: dict[str, int]) -> bool:
 def _candidates(home: Node, roster: Roster, moved: dict[str, int]) -> list[list[Node]]:
     others = [n for n in roster.alive() if n is not home]
     room = [n for n in others if roster.hosted(n) + moved.get(n.name, 0) < roster.config.nproc]
+    near = "standby" in roster.config.allowed
     return [
-        [home] if home.alive else [],
-        [n for n in room if n.hello.spare],
-        [n for n in others if not n.hello.devices],
+        [home] if home.alive and near else [],
+        [n for n in room if n.hello.spare] if "spare" in roster.config.allowed else [],
+        [n for n in others if not n.hello.devices] if near else [],
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from everstep.launcher import messages as m
+from everstep.launcher.ladder import RUNGS, Rung
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Config:
     max_restarts: int = 0
     expects_recovery: bool = False  # the script is likely to call recovery.init(): it mentions everstep
     token: Callable[[], bytes] = lambda: b""  # a fresh secret for each generation
+    allowed: tuple[Rung, ...] = RUNGS  # of the resume ladder
+    in_job: bool = False  # there is a Slurm job to ask for more
+    can_requeue: bool = False
+    why_not: str = "this is no batch job"  # why it cannot be requeued
+    attempts: int = 0  # times in a row that the job was requeued without progress
+    saved: int = -1  # committed steps of the checkpoint that an earlier attempt has left
+    grace: float = 10.0  # seconds for the step under way, when the run is told to stop
 
     @property
     def world(self) -> int:
@@ -50,6 +58,34 @@ class NodeLost:
     """The node's agent is gone."""
 
     how: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The run as a whole is told to stop; `code` where nothing has to be saved first."""
+
+    why: str
+    code: int
+    requeue: bool = False
+
+
+@dataclass(frozen=True)
+class TimeUp:
+    """A `Timer` has gone off."""
+
+    name: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class RecruitFailed:
+    """No replacement node will come of what was asked for; `final`: nor of asking again."""
+
+    reason: str
+    final: bool = False
+
+
+RunEvent: TypeAlias = StopAsked | TimeUp | RecruitFailed
 
 
 @dataclass(frozen=True)
@@ -76,15 +112,43 @@ class Say:
 
 
 @dataclass(frozen=True)
+class Timer:
+    """Say `TimeUp` in so many seconds."""
+
+    name: str
+    seconds: float
+    generation: int
+
+
+@dataclass(frozen=True)
+class Recruit:
+    """Ask Slurm for one more node, after a pause; its agent introduces itself, or `RecruitFailed` comes."""
+
+    pause: float
+    reason: str
+    exclude: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A node was lost: tell the site, if it wants to know."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class End:
     """The run is over."""
 
     code: int
     reason: str
     detail: str = ""  # a traceback
+    requeue: bool = False  # the job goes back to the queue, without these nodes
+    exclude: tuple[str, ...] = ()
 
 
-Action: TypeAlias = To | Emit | Say | End
+Action: TypeAlias = To | Emit | Say | Timer | Recruit | Blame | End
 
 # --- who is there --------------------------------------------------------------------------------
 
@@ -98,6 +162,7 @@ class Node:
     name: str
     hello: m.AgentHello
     alive: bool = True
+    told: int = 0  # the signal that told its agent to stop
     broken: int = 0  # standbys in a row that never got ready
     started: int = 0
 
@@ -116,6 +181,7 @@ class Worker:
     rank: int = -1
     said_hello: bool = False
     ready: m.Ready | None = None
+    held: int = 0  # newest generation in which it holds between two steps
     grouped: int = 0  # newest generation whose group it has built
     done: int = -1  # steps of the loop that it has been through
     committed: int = -1

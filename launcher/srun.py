@@ -10,7 +10,7 @@ worker dies, and gives each agent its whole node.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from everstep.launcher.options import (
     encode_orders,
     names,
 )
-from everstep.launcher.slurm.client import Job, SlurmClient, expand
+from everstep.launcher.slurm.client import Job, SlurmClient, expand, fold
 from everstep.launcher.slurm.getopt import Given, read
 from everstep.launcher.slurm.share import cpus, whole_share
 from everstep.launcher.slurm.srun_table import BUILTIN, OptionTable
@@ -100,6 +100,8 @@ class Allocation:
     cpus_per_node: str = ""
     no_kill: bool | None = None
     no_kill_reason: str = ""
+    lost: tuple[str, ...] = ()
+    """Nodes that it was given and that are of no use any more; they are not among `hosts`."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Allocation | None:
@@ -116,12 +118,15 @@ class Allocation:
         )
 
     @classmethod
-    def from_job(cls, job: Job) -> Allocation:
-        """The allocation as Slurm itself describes it."""
+    def from_job(cls, job: Job, lost: Iterable[str] = ()) -> Allocation:
+        """The allocation as Slurm itself describes it, without the nodes that are `lost`."""
+        lost = set(lost)
+        hosts = tuple(host for host in job.nodes if host not in lost)
         return cls(
             job_id=str(job.job_id),
-            nodes=len(job.nodes),
-            hosts=job.nodes,
+            nodes=len(hosts),
+            hosts=hosts,
+            lost=tuple(sorted(lost)),
             cpus_per_node=job.cpus_per_node,
             no_kill=job.no_kill,
             no_kill_reason=job.no_kill_reason,
@@ -144,10 +149,13 @@ def find_allocation(
     job = job_of(srun_argv, environ, table)
     if job is None:
         return None
+    known = Allocation.from_environ(environ)
     try:
-        return Allocation.from_job(client.job(job))
+        found = client.job(job)
+        given = known.hosts if known is not None and known.job_id == str(job) else ()
+        dead = [node.name for node in client.nodes(found.nodes) if not node.usable]
+        return Allocation.from_job(found, [*dead, *(set(given) - set(found.nodes))])
     except UsageError as error:
-        known = Allocation.from_environ(environ)
         if known is None or known.job_id != str(job):
             raise
         return replace(known, no_kill_reason=str(error))
@@ -228,6 +236,11 @@ def plan(
     added, warnings = _keep_alive(given)
     if added:
         reasons.append(f"{' '.join(added)}: the step goes on when a worker or a node dies")
+    if allocation is not None and allocation.lost:
+        named = _name_nodes(given, allocation, nodes)
+        added += named
+        if named:
+            reasons.append(f"{named[0]}: srun might wait for {fold(allocation.lost)}, which the job has lost")
     layout = _layout(given, nodes)
     added += layout
     if layout:
@@ -332,6 +345,18 @@ def _nodes(given: Given, allocation: Allocation | None) -> int:
     if nodes < 1:
         raise UsageError(f"job {allocation.job_id} has no node left that these options allow")
     return nodes
+
+
+def _name_nodes(given: Given, allocation: Allocation, nodes: int) -> list[str]:
+    """The nodes that are left, by name: srun in a job that has lost some may choose the lost ones again."""
+    if given.any("nodelist", "exclude", "relative", "het-group", "pack-group"):
+        return []
+    if nodes > len(allocation.hosts):
+        raise UsageError(
+            f"{given.shown('nodes')}: job {allocation.job_id} has lost {fold(allocation.lost)}, and "
+            f"{len(allocation.hosts)} nodes are left: say -N{len(allocation.hosts)}, or submit the job again"
+        )
+    return [f"--nodelist={fold(allocation.hosts[:nodes])}"]
 
 
 def _check_tasks(given: Given, nodes: int) -> None:

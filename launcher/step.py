@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import importlib.metadata
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from everstep.launcher.agent import Post
 
 _OVERDUE = 10.0  # seconds that a step may outlive its run
+_WINDING = 60.0  # seconds for the end of a run in order, besides the grace of its last step
 
 
 def run_step(words: Sequence[str]) -> int:
@@ -161,9 +163,12 @@ def agent_main() -> int:
             address="127.0.0.1",
             spare=index >= orders.nnodes - orders.options.spare_nodes,
             bind="*",
+            deaf=True,
         )
         try:
             post = _settle(post, orders, known, hosts)
+            if index == 0:
+                post = with_job(post, orders, text, secret, hosts)
         except EverstepError as error:
             post = replace(post, problem=f"{post.node}: {error}", code=error.exit_code)
         code = 70
@@ -178,7 +183,71 @@ def agent_main() -> int:
         return code
 
     os.environ.update(orders.worker_env)
-    return guarded(main)
+    return guarded(main, orders.options.grace + _WINDING)
+
+
+def with_job(post: Post, orders: own.AgentOrders, text: str, secret: str, hosts: Sequence[str]) -> Post:
+    """The coordinator's post, with what it needs to ask Slurm for more. Nothing is asked for yet."""
+    from everstep.launcher import history
+    from everstep.launcher.jobside import look
+    from everstep.launcher.recruit import Terms
+
+    client = CliJson()
+    here = look(os.environ, client)
+    folder = post.options.run_dir or history.default_folder(os.environ)
+    options = post.options
+    if options.events is None and folder is not None:
+        options = replace(options, events=folder / history.EVENTS)
+    host, port = post.coordinator
+    terms = Terms(
+        job_id=here.job_id,
+        script=f"#!/bin/sh\nexec {shlex.quote(_everstep_path())} agent --join\n",
+        env={
+            **{name: value for name, value in os.environ.items() if name not in orders.worker_env},
+            own.ORDERS_VARIABLE: text,
+            own.SECRET_VARIABLE: secret,
+            own.SPEC_VARIABLE: torchrun.encode_spec(post.spec),
+            own.COORDINATOR_VARIABLE: f"{host}:{port}",
+        },
+        cwd=os.getcwd(),
+        output=folder,
+        within=options.replace_within,
+        own_nodes=tuple(hosts),
+    )
+    return replace(post, options=options, client=client, here=here, terms=terms, folder=folder)
+
+
+def joiner_main() -> int:
+    """What a replacement job runs: the agent of a node that joins a run which is under way."""
+    secret = os.environ.pop(own.SECRET_VARIABLE, "")
+    orders = own.decode_orders(os.environ.pop(own.ORDERS_VARIABLE, ""))
+    known = torchrun.decode_spec(os.environ.pop(own.SPEC_VARIABLE, ""))
+    host, _, port = os.environ.pop(own.COORDINATOR_VARIABLE, "").rpartition(":")
+
+    def main() -> int:
+        from everstep.launcher.agent import Post, serve
+
+        job = os.environ.get("SLURM_JOB_ID", "0")
+        post = Post(
+            node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+            index=orders.nnodes + int(job),
+            nnodes=orders.nnodes - orders.options.spare_nodes,
+            options=orders.options,
+            spec=known,
+            run_id=f"{job}.replacement",
+            coordinator=(host, int(port)),
+            address="127.0.0.1",
+            spare=True,
+            joiner=True,
+            deaf=True,
+        )
+        try:
+            post = _settle(post, orders, known, [host])
+        except EverstepError as error:
+            post = replace(post, problem=f"{post.node}: {error}", code=error.exit_code)
+        return asyncio.run(serve(post, secret))
+
+    return guarded(main, orders.options.grace + _WINDING)
 
 
 def _settle(post: Post, orders: own.AgentOrders, known: torchrun.WorkerSpec, hosts: Sequence[str]) -> Post:

@@ -81,6 +81,19 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
+    def terminate(self) -> None:
+        """SIGTERM, or SIGKILL where it does not heed that."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return
+        ignored = next((int(x.split()[1], 16) for x in status.splitlines() if x.startswith("SigIgn:")), 0)
+        if ignored >> (signal.SIGTERM - 1) & 1:
+            self.signal(signal.SIGKILL)
+        else:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)
+
     def unnice(self) -> None:
         """It has a rank now: as fast as any other."""
         if self.niced:

@@ -21,6 +21,8 @@ from everstep.recovery.errors import Fault
 
 # The number of the inherited socket travels in this variable.
 FD_VARIABLE = "EVERSTEP_FD"
+# Set where Slurm is about, which tells every process of a step what is meant for the agent.
+DEAF_VARIABLE = "EVERSTEP_DEAF"
 
 
 class Control:
@@ -35,6 +37,8 @@ class Control:
         self.go: m.Go | None = None
         self.all_done = 0
         self.released = False
+        self.hold = 0  # the generation in which no other step is to be begun
+        self.save = 0  # the generation in which we are to write a checkpoint
         self._entries: dict[tuple[int, str], bytes] = {}
         self._on_abort: list[Callable[[int], None]] = []
 
@@ -106,6 +110,10 @@ class Control:
                 self._entries[message.generation, message.key] = message.value
             elif isinstance(message, m.AllDone):
                 self.all_done = max(self.all_done, message.total)
+            elif isinstance(message, m.Hold):
+                self.hold = max(self.hold, message.generation)
+            elif isinstance(message, m.Save):
+                self.save = max(self.save, message.generation)
             elif isinstance(message, m.Release):
                 self.released = True
             self.changed.notify_all()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from everstep.launcher import messages as m
 from everstep.recovery import ddp, rng, tripwire
-from everstep.recovery.control import FD_VARIABLE, Control
+from everstep.recovery.control import DEAF_VARIABLE, FD_VARIABLE, Control
 from everstep.recovery.errors import EverstepError, Fault, UsageError
 from everstep.recovery.group import Group, make_default
 from everstep.recovery.run import Run, _log
@@ -82,7 +82,16 @@ def _enter_alone(seed: int, backend: str | None) -> Run:
     return Run(Solo(), dist.group.WORLD, _device(), seed, resume=resume)
 
 
+def _leave_signals_to_the_agent() -> None:
+    """What announces a job's end would end this process, and what it holds, before that could be saved."""
+    if DEAF_VARIABLE in os.environ:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) == signal.SIG_DFL:  # the user's own handler is the user's business
+                signal.signal(number, signal.SIG_IGN)
+
+
 def _enter_seat(seed: int) -> Run:
+    _leave_signals_to_the_agent()
     control = Control(socket.socket(fileno=int(os.environ.pop(FD_VARIABLE))))
     leaver = _Leaver(control)
     leaver.watch()

@@ -22,7 +22,7 @@ from everstep.recovery.body import Body
 from everstep.recovery.checkpoint import Checkpoints
 from everstep.recovery.errors import UsageError
 from everstep.recovery.faults import Drill
-from everstep.recovery.seat import AnySeat, Held, Seat
+from everstep.recovery.seat import AnySeat, Held, Seat, save
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -151,6 +151,7 @@ class Run:
         self._seat.join(self._held())
         while self._committed < total:
             self._seat.check()
+            self._seat.hold(self._committed)
             step = Step(self._committed, self)
             self._begin(step)
             yield step
@@ -194,11 +195,7 @@ class Run:
         self.on_commit(self._committed)
         self._reach("committed")
         if self._checkpoints is not None and self.rank == 0 and self._checkpoints.due(self._committed):
-            self._checkpoints.save(
-                self._committed,
-                state.snapshot(self._tracked),
-                {"run": os.environ.get("TORCHELASTIC_RUN_ID", "")},
-            )
+            save(self._checkpoints, self._committed, state.snapshot(self._tracked), self._seat.saved)
         self._seat.check()
 
     def _leave_step(self) -> None:

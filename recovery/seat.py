@@ -53,6 +53,8 @@ class AnySeat(Protocol):
     def join(self, held: Held) -> None: ...
     def is_fault(self, error: BaseException) -> bool: ...
     def committed(self, committed: int) -> None: ...
+    def saved(self, committed: int, error: str = "") -> None: ...
+    def hold(self, committed: int) -> None: ...
     def check(self) -> None: ...
     def check_group(self) -> None: ...
     def interrupted(self) -> bool: ...
@@ -208,17 +210,31 @@ class Seat:
                 f"{_size(held.tracked)},{state.layout(snap.skeleton)}",
                 newest,
                 state.fingerprint(snap) if start else "",
+                held.checkpoints is not None,
             )
         )
-        control = self._control
-        control.wait_in(generation, lambda: control.go is not None and control.go.generation == generation)
-        go = control.go
-        if go is None:
-            raise Fault("no table")
+        go = self._await_go(generation, held, snap)
         decision = plan(go.members, progress=go.progress)
         if isinstance(decision, Impossible):
             raise NoStateError(decision.reason)
         return decision, go
+
+    def _await_go(self, generation: int, held: Held, snap: state.Snapshot) -> m.Go:
+        control = self._control
+        asked = False
+
+        def news() -> bool:
+            return (control.go is not None and control.go.generation == generation) or (
+                control.save == generation and not asked
+            )
+
+        while True:
+            control.wait_in(generation, news)
+            if control.save == generation and not asked:
+                asked = True  # the run is to stop, and this is what it will go on from
+                save(held.checkpoints, held.committed, snap, self.saved)
+            elif control.go is not None:
+                return control.go
 
     def _restore(self, decision: Plan, go: m.Go, held: Held) -> None:
         if decision.loader == self._worker:
@@ -322,6 +338,17 @@ class Seat:
             self._reported = self._joined
             self._control.send(m.Committed(self._joined, committed))
 
+    def saved(self, committed: int, error: str = "") -> None:
+        """A checkpoint was written, or could not be."""
+        self._control.send(m.Saved(committed, error))
+
+    def hold(self, committed: int) -> None:
+        """Between two steps: wait here while the run is about to stop. Raises Fault when it does."""
+        control, generation = self._control, self._joined
+        if control.hold == generation and generation:
+            control.send(m.Held(generation, committed))
+            control.wait_in(generation, lambda: False)
+
     def finish(self, total: int) -> None:
         """Wait until every rank has committed the last step. Raises Fault."""
         control = self._control
@@ -366,6 +393,12 @@ class Solo:
     def committed(self, committed: int) -> None:
         """Nobody listens."""
 
+    def saved(self, committed: int, error: str = "") -> None:
+        """Nobody listens."""
+
+    def hold(self, committed: int) -> None:
+        """Nobody asks us to."""
+
     def check(self) -> None:
         """Nothing to check."""
 
@@ -388,6 +421,20 @@ def _size(tracked: dict[str, Any]) -> str:
     tensors = [t for x in tracked.values() if isinstance(x, torch.nn.Module) for t in x.state_dict().values()]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     return f"{len(tensors)} tensors of {sum(t.numel() for t in tensors):,} elements"
+
+
+def save(
+    checkpoints: Checkpoints | None,
+    committed: int,
+    snap: state.Snapshot,
+    report: Callable[[int, str], None],
+) -> None:
+    """Write a checkpoint, and report how that went."""
+    if checkpoints is None:
+        report(committed, "none is configured")
+        return
+    path = checkpoints.save(committed, snap, {"run": os.environ.get("TORCHELASTIC_RUN_ID", "")})
+    report(committed, "" if path is not None else "see the message of its rank")
 
 
 def newest_to_try(held: Held, start: bool, rank: int) -> int:

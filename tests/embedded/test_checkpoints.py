@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from harness import TORCHRUN, Job, right
 
 MLP = ("mlp.py", "--steps", "16")
@@ -49,6 +50,25 @@ def test_a_run_goes_on_where_another_one_ended_unless_told_not_to(
     afresh = launch(*MLP, *saved, **how, options=("--resume", "none")).end()
     right(afresh, undisturbed(*MLP, nnodes=2), 2)
     assert min(c.step for c in afresh.commits) == 0
+
+
+@pytest.mark.parametrize("what", ["a calm run", "a rank that is never done with its step"])
+def test_a_run_that_is_told_to_stop_saves_what_it_has_and_goes_on_from_there(
+    launch: Launch, undisturbed: Undisturbed, tmp_path: Path, what: str
+) -> None:
+    saved = ("--checkpoint", str(tmp_path / "saved"))
+    job = launch(*MLP, *saved, "--pause", "0.1", nnodes=2, options=("--grace", "1"))
+    job.committed(7)
+    if what != "a calm run":
+        os.kill(job.pid(1), signal.SIGSTOP)
+    job.process.send_signal(signal.SIGTERM)
+    ended = job.end()
+    assert ended.code == 75, ended.output
+    newest = max(c.step for c in ended.commits if c.rank == 0) + 1
+    assert f"a checkpoint of step {newest} was written" in ended.error, ended.output
+    resumed = launch(*MLP, *saved, nnodes=2, standby=0).end()
+    right(resumed, undisturbed(*MLP, nnodes=2), 2)
+    assert min(c.step for c in resumed.commits) == newest
 
 
 def test_plain_torchrun_resumes_too(

@@ -34,12 +34,12 @@ def test_an_agent_or_its_guardian_is_killed(launch: Launch, what: str) -> None:
     assert job.end().code == 75
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda x: x.name)
-def test_the_launcher_is_told_to_stop(launch: Launch, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_the_launcher_is_told_to_stop(launch: Launch, number: signal.Signals, code: int) -> None:
     job = launch(*LONG, nnodes=2, standby=0)
     job.committed(3)
     job.process.send_signal(number)
-    assert job.end().code == 128 + number
+    assert job.end().code == code
 
 
 def test_a_lost_node_is_replaced_by_the_spare_node(launch: Launch, undisturbed: Undisturbed) -> None:

@@ -55,6 +55,8 @@ class Shape:
     devices: int = 0
     bugs: tuple[Bug, ...] = ()
     checkpoint_every: int = 0
+    in_job: bool = False
+    replacements: tuple[str, ...] = ()  # what comes of each request: node, refused, never; then refused
 
 
 class PeerLost(Exception):
@@ -93,6 +95,7 @@ class Worker:
         self.joined = 0
         self.go: m.Go | None = None
         self.all_done = -1
+        self.hold = self.save = 0
         self.released = False
         self.timed_out = False
         self.committed = 0
@@ -123,6 +126,10 @@ class Worker:
             self.go = message
         elif isinstance(message, m.AllDone):
             self.all_done = max(self.all_done, message.total)
+        elif isinstance(message, m.Hold):
+            self.hold = message.generation
+        elif isinstance(message, m.Save):
+            self.save = message.generation
         elif isinstance(message, m.Release):
             self.released = True
 
@@ -211,6 +218,9 @@ class Worker:
         yield from self.join()
         while self.committed < shape.steps:
             self.check()
+            if self.hold == self.joined:
+                self.send(m.Held(self.joined, self.committed))
+                yield from self.until_in(self.joined, lambda: False)
             step = self.committed
             yield pause()
             self.stumble(step)
@@ -228,6 +238,7 @@ class Worker:
             every = shape.checkpoint_every
             if every and self.rank == 0 and self.committed % every == 0:
                 self.run.checkpoint = self.committed
+                self.send(m.Saved(self.committed))
             yield pause()
         self.send(m.Done(shape.steps))
         yield from self.until_in(self.joined, lambda: self.all_done >= shape.steps)
@@ -309,9 +320,19 @@ class Worker:
             "layout",
             checkpoint,
             "same" if start else "",
+            self.run.shape.checkpoint_every > 0,
         )
         self.send(ready)
-        yield from self.until_in(generation, lambda: self.go is not None and self.go.generation == generation)
+
+        def gone_on() -> bool:
+            return self.go is not None and self.go.generation == generation
+
+        yield from self.until_in(generation, lambda: gone_on() or self.save == generation)
+        if not gone_on():
+            assert self.whole, "asked to save what is not whole"
+            self.run.checkpoint = max(self.run.checkpoint, self.committed)
+            self.send(m.Saved(self.committed))
+            yield from self.until_in(generation, gone_on)
         if self.go is None:
             raise AssertionError("no table")
         decision = plan(self.go.members, progress=self.go.progress)
@@ -382,7 +403,7 @@ class Fault:
     """Something that happens from outside, `after` so many events."""
 
     after: int
-    kind: str  # kill, node
+    kind: str  # kill, node, stop, requeue
     target: int  # which of those that are there
 
     def __repr__(self) -> str:
@@ -417,6 +438,9 @@ class Run:
     newest: int = 0
     dead_nodes: set[str] = field(default_factory=set)
     agents: dict[str, deque[m.FromAgent | ms.NodeLost]] = field(default_factory=dict)
+    run_events: deque[ms.RunEvent] = field(default_factory=deque)
+    timers: list[ms.Timer] = field(default_factory=list)
+    recruits: list[ms.Recruit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -428,6 +452,8 @@ class Run:
             shape.standby,
             shape.spare_nodes,
             shape.max_restarts,
+            in_job=shape.in_job,
+            can_requeue=shape.in_job,
         )
         self.membership = ms.Membership(self.config)
         for index in range(shape.nnodes + shape.spare_nodes):
@@ -453,6 +479,10 @@ class Run:
             choices = self.choices()
             if not choices:
                 timers = [w for w in self.workers.values() if w.alive and w.wait[1]]
+                if self.timers and (not timers or self.dice.random() < 0.5):
+                    timer = self.timers.pop(0)
+                    self.run_events.append(ms.TimeUp(timer.name, timer.generation))
+                    continue
                 if not timers:
                     raise AssertionError(f"stuck in phase {self.membership.phase}: {self.says[-3:]}")
                 self.dice.choice(timers).time_out()
@@ -465,6 +495,10 @@ class Run:
         for name, queue in self.agents.items():
             if queue:
                 found.append(lambda n=name: self.deliver(n, self.agents[n].popleft()))
+        if self.run_events:
+            found.append(lambda: self.act(self.membership.notice(self.run_events.popleft())))
+        if self.timers and self.dice.random() < 0.02:  # a clock may be fast
+            found.append(self.go_off)
         for worker in self.workers.values():
             if worker.outbox and worker.node not in self.dead_nodes:
                 found.append(lambda w=worker: self.deliver(w.node, w.outbox.popleft()))
@@ -474,6 +508,10 @@ class Run:
                 if worker.wait[0]():
                     found.append(worker.advance)
         return found
+
+    def go_off(self) -> None:
+        timer = self.timers.pop(0)
+        self.run_events.append(ms.TimeUp(timer.name, timer.generation))
 
     def deliver(self, node: str, message: m.FromAgent | ms.NodeLost) -> None:
         self.heard.append((node, message))
@@ -490,8 +528,28 @@ class Run:
             elif isinstance(action, ms.End):
                 assert at == len(actions) - 1, "something after the end"
                 self.end = action
-            else:
+            elif isinstance(action, ms.Timer):
+                self.timers.append(action)
+            elif isinstance(action, ms.Recruit):
+                self.recruit(action)
+            elif isinstance(action, ms.To):
                 self.obey(action)
+
+    def recruit(self, recruit: ms.Recruit) -> None:
+        """Slurm's answer to a request for a node."""
+        number = len(self.recruits)
+        self.recruits.append(recruit)
+        assert number < 50, "asked for nodes without an end"
+        answers = self.shape.replacements
+        answer = answers[number] if number < len(answers) else "refused"
+        if answer == "node":
+            name = f"r{number + 1}"
+            hello = m.AgentHello(
+                name, 100 + number, "h", True, [1000], VERSIONS, self.shape.devices, joiner=True
+            )
+            self.agents[name] = deque([hello])
+        else:
+            self.run_events.append(ms.RecruitFailed(f"answer {number}", answer == "never"))
 
     def obey(self, order: ms.To) -> None:
         message = order.message
@@ -552,7 +610,9 @@ class Run:
     # --- from outside ---------------------------------------------------------------------------
 
     def strike(self, fault: Fault) -> None:
-        if fault.kind == "kill":
+        if fault.kind in ("stop", "requeue"):
+            self.run_events.append(ms.StopAsked("told to stop", 143, fault.kind == "requeue"))
+        elif fault.kind == "kill":
             there = [w for w in self.workers.values() if w.alive]
             if there:
                 self.kill(there[fault.target % len(there)])

@@ -38,6 +38,8 @@ shapes = st.builds(
     recovers=st.integers(0, 9).map(bool),
     devices=st.sampled_from([0, 8]),
     checkpoint_every=st.sampled_from([0, 0, 2]),
+    in_job=st.booleans(),
+    replacements=st.lists(st.sampled_from(["node", "node", "refused", "never"]), max_size=4).map(tuple),
     bugs=st.lists(
         st.builds(
             Bug,
@@ -52,6 +54,7 @@ shapes = st.builds(
     ).map(tuple),
 )
 seeds = st.integers(0, 2**32)
+noises = st.sampled_from([0.0, 0.05])
 
 
 def strikes(kinds: list[str], most: int, within: int = 500) -> st.SearchStrategy[list[Fault]]:
@@ -63,7 +66,7 @@ def strikes(kinds: list[str], most: int, within: int = 500) -> st.SearchStrategy
 
 
 @orders(600)
-@given(shapes, seeds, strikes(["kill", "kill", "kill", "node"], 12), st.sampled_from([0.0, 0.05]))
+@given(shapes, seeds, strikes(["kill", "kill", "kill", "node", "node", "stop", "requeue"], 12), noises)
 def test_whatever_happens_the_run_ends_with_a_reason(
     shape: Shape, seed: int, faults: list[Fault], noise: float
 ) -> None:
