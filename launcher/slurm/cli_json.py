@@ -1,154 +1,129 @@
-"""Slurm asked by its own commands and their JSON: works with every release that has `--json`."""
+"""Slurm asked by its own commands and their JSON, which has one meaning whatever a job is called.
+
+Releases from 23.02 on have `scontrol --json`. Where it is missing, or the site's Slurm was built without
+the serializer/json plugin, the same is asked in words.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from everstep.launcher.slurm import nokill
-from everstep.launcher.slurm.client import Job, Node, expand, fold
-from everstep.recovery.errors import UsageError
+from everstep.launcher.slurm import cli_text, nokill
+from everstep.launcher.slurm.cli_text import CliText, gres_per_node, in_order, unknown_job
+from everstep.launcher.slurm.client import Job, Node, SlurmBusy, SlurmError, UnknownJob, expand, fold
+from everstep.launcher.slurm.commands import require, run_command
 
-Runner = Callable[[Sequence[str]], str]
-"""Runs a command and returns what it printed; raises UsageError where it failed."""
-
-
-def require(command: str = "srun", path: str | None = None) -> str:
-    """The full path of a Slurm command.
-
-    Raises UsageError (exit 64) where it is not on the PATH, with what to do.
-    """
-    found = shutil.which(command, path=path)
-    if found is None:
-        raise UsageError(
-            f"{command} not found: this host has no Slurm commands on its PATH; load the Slurm module "
-            "(`module load slurm`) or log in to a host that has them, or use `everstep run` to run on this "
-            "machine alone"
-        )
-    return found
+__all__ = ["CliJson", "NoJson", "number", "read_job", "read_node", "require", "run_command", "states"]
 
 
-def run_command(argv: Sequence[str], timeout: float = 30.0) -> str:
-    """Run a Slurm command and return its output, or raise UsageError with its own last word."""
-    program = require(argv[0])
-    shown = " ".join(argv)
-    try:
-        done = subprocess.run(
-            [program, *argv[1:]],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UsageError(
-            f"`{shown}` gave no answer in {timeout:g} s: is slurmctld up (`scontrol ping`)?"
-        ) from error
-    if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise UsageError(f"`{shown}` failed: {said}")
-    return done.stdout
+class NoJson(SlurmError):
+    """This Slurm does not answer in JSON, or not in one that we know."""
 
 
 @dataclass(frozen=True)
-class CliJson:
-    """A SlurmClient over `scontrol --json`."""
-
-    run: Runner = run_command
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
-
-    def version(self) -> str:
-        """The release, from `scontrol --version`: `slurm-wlm 24.11.5`, `slurm 23.02.7`."""
-        return self.run(["scontrol", "--version"]).split()[-1]
+class CliJson(CliText):
+    """A SlurmClient over `scontrol --json`, `sbatch` and `scancel`."""
 
     def job(self, job_id: int) -> Job:
         """One job, and whether it was made with --no-kill as far as that can be told."""
-        records = self._records(["scontrol", "show", "job", str(job_id), "--json"], "jobs")
-        for record in records:
+        try:
+            found = self._records(["scontrol", "show", "job", str(job_id), "--json"], "jobs")
+        except NoJson:
+            return super().job(job_id)
+        for record in found:
             if number(record.get("job_id")) == job_id:
-                break
-        else:
-            raise UsageError(f"Slurm knows no job {job_id}: `squeue --me` lists yours")
-        verdict = nokill.judge(
-            record=record,
-            script=self._script(job_id, record),
-            submit_line=self._submit_line(job_id),
-            environ=self.environ if self.environ.get("SLURM_JOB_ID") == str(job_id) else {},
-        )
-        return read_job(record, verdict)
+                batch = record.get("batch_flag") is not False
+                return self._with_no_kill(read_job(record), batch=batch, record=record)
+        raise unknown_job(job_id)
 
-    def nodes(self, names: Sequence[str]) -> tuple[Node, ...]:
-        """The named nodes, in the order of the names."""
-        if not names:
+    def nodes(self, names: Sequence[str] | None = None) -> tuple[Node, ...]:
+        """The named nodes, in the order of the names; without names, all of them."""
+        if names is not None and not names:
             return ()
-        records = self._records(["scontrol", "show", "nodes", fold(names), "--json"], "nodes")
-        known = {node.name: node for node in map(read_node, records)}
-        missing = [name for name in names if name not in known]
-        if missing:
-            raise UsageError(f"Slurm knows no node {fold(missing)}: `sinfo -N` lists them")
-        return tuple(known[name] for name in names)
+        which = [] if names is None else [fold(names)]
+        try:
+            found = self._records(["scontrol", "show", "nodes", *which, "--json"], "nodes")
+        except NoJson:
+            return super().nodes(names)
+        return in_order(map(read_node, found), names)
 
     def _records(self, argv: Sequence[str], key: str) -> list[Mapping[str, Any]]:
-        text = self.run(argv)
+        shown = " ".join(argv)
         try:
-            answer = json.loads(text)
+            answer = json.loads(self.run(argv))
+        except (SlurmBusy, UnknownJob):
+            raise
+        except SlurmError as error:
+            raise NoJson(str(error)) from error
         except json.JSONDecodeError as error:
-            raise UsageError(
-                f"`{' '.join(argv)}` did not answer in JSON: Everstep needs Slurm 22.05 or later, "
-                "with the serializer/json plugin"
-            ) from error
-        records = answer.get(key) if isinstance(answer, dict) else None
-        if not isinstance(records, list):
-            raise UsageError(f"`{' '.join(argv)}` answered without {key!r}: {_errors(answer)}")
-        return [record for record in records if isinstance(record, dict)]
-
-    def _script(self, job_id: int, record: Mapping[str, Any]) -> str | None:
-        if record.get("batch_flag") is False:
-            return ""
-        try:
-            return self.run(["scontrol", "write", "batch_script", str(job_id), "-"])
-        except UsageError:  # not a batch job, or another user's
-            return None
-
-    def _submit_line(self, job_id: int) -> str | None:
-        # Only where the site keeps accounts; without them sacct fails, and that is no news.
-        try:
-            told = self.run(["sacct", "-n", "-X", "-P", "-o", "SubmitLine", "-j", str(job_id)])
-        except UsageError:
-            return None
-        lines = told.strip().splitlines()
-        return lines[-1].strip() or None if lines else None
+            raise NoJson(f"`{shown}` did not answer in JSON") from error
+        found = answer.get(key) if isinstance(answer, dict) else None
+        if not isinstance(found, list):
+            raise NoJson(f"`{shown}` answered without {key!r}: {_errors(answer)}")
+        return [record for record in found if isinstance(record, dict)]
 
 
-def read_job(record: Mapping[str, Any], verdict: nokill.NoKill) -> Job:
+def read_job(record: Mapping[str, Any], verdict: nokill.NoKill | None = None) -> Job:
     """A job from one record of `scontrol show job --json`, of any release that has it."""
     resources = record.get("job_resources")
-    return Job(
+    nodes = expand(_text(record.get("nodes")))
+    shared = states(record.get("shared"))
+    job = Job(
         job_id=number(record.get("job_id")) or 0,
         state=states(record.get("job_state")),
-        nodes=expand(str(record.get("nodes") or "")),
+        nodes=nodes,
         cpus_per_node=_cpus_per_node(resources if isinstance(resources, dict) else {}),
-        no_kill=verdict.value,
-        no_kill_reason=verdict.reason,
+        name=_text(record.get("name")),
+        user=_text(record.get("user_name")),
+        partition=_text(record.get("partition")),
+        account=_text(record.get("account")),
+        qos=_text(record.get("qos")),
+        constraint=_text(record.get("features")),
+        gres=gres_per_node(
+            _text(record.get("tres_per_node")), _text(record.get("tres_alloc_str")), len(nodes)
+        ),
+        cpus_per_task=number(record.get("cpus_per_task")),
+        memory_per_node=number(record.get("memory_per_node")) or None,
+        memory_per_cpu=number(record.get("memory_per_cpu")) or None,
+        exclusive=bool(shared & {"NONE", "EXCLUSIVE"}),
+        excluded=expand(_text(record.get("excluded_nodes"))),
+        reservation=_text(record.get("resv_name")),
+        num_nodes=number(record.get("node_count")) or len(nodes),
+        time_limit=number(record.get("time_limit")),
+        submit_time=number(record.get("submit_time")) or None,
+        start_time=number(record.get("start_time")) or None,
+        end_time=number(record.get("end_time")) or None,
+        requeue=record["requeue"] if isinstance(record.get("requeue"), bool) else None,
+        restarts=number(record.get("restart_cnt")) or 0,
+        reason=_text(record.get("state_reason")),
+        comment=_text(record.get("comment")),
+        command=_text(record.get("command")),
+        workdir=_text(record.get("current_working_directory")),
+        stdout=_text(record.get("standard_output")),
     )
+    return job if verdict is None else replace(job, no_kill=verdict.value, no_kill_reason=verdict.reason)
 
 
 def read_node(record: Mapping[str, Any]) -> Node:
     """A node from one record of `scontrol show nodes --json`."""
-    return Node(str(record.get("name", "")), states(record.get("state")) | states(record.get("state_flags")))
+    return Node(
+        name=_text(record.get("name")),
+        state=states(record.get("state")) | states(record.get("state_flags")),
+        reason=_text(record.get("reason")),
+        features=_words(record.get("features")),
+        gres=_text(record.get("gres")),
+        partitions=_words(record.get("partitions")),
+        version=_text(record.get("version")),
+    )
 
 
 def states(value: object) -> frozenset[str]:
     """State words in either form: a list, or one string (older releases) with `+` between flags."""
     if isinstance(value, str):
-        value = value.replace("*", "+NOT_RESPONDING").split("+")
+        return cli_text.states(value)
     if not isinstance(value, list):
         return frozenset()
     return frozenset(str(word).strip().upper() for word in value if str(word).strip())
@@ -159,6 +134,16 @@ def number(value: object) -> int | None:
     if isinstance(value, dict):
         value = value.get("number") if value.get("set") and not value.get("infinite") else None
     return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) and value not in ("None", "(null)") else ""
+
+
+def _words(value: object) -> tuple[str, ...]:
+    # A list, or one string in older releases.
+    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    return tuple(str(word) for word in words if word)
 
 
 def _cpus_per_node(resources: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""The little that everstep needs to know of Slurm: a Protocol, and plain data for the answers."""
+"""The little that everstep needs of Slurm: a Protocol, and plain data for the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,21 @@ from ClusterShell.NodeSet import NodeSet, NodeSetException, NodeSetParseError
 from everstep.recovery.errors import UsageError
 
 
+class SlurmError(UsageError):
+    """Slurm refused what it was asked, in its own words."""
+
+
+class SlurmBusy(SlurmError):
+    """Slurm's controller gave no answer, however often and long it was asked: it may be restarting."""
+
+
+class UnknownJob(SlurmError):
+    """Slurm knows no job of that number (any more)."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """A job, as far as a launcher cares."""
+    """A job, as far as a launcher cares. What Slurm does not say is empty, or None."""
 
     job_id: int
     state: frozenset[str]
@@ -24,6 +36,69 @@ class Job:
     no_kill: bool | None = None
     """Whether it was made with --no-kill; None where nothing that could be asked tells."""
     no_kill_reason: str = ""
+    name: str = ""
+    user: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    """The features its nodes must have, as --constraint takes them."""
+    gres: str = ""
+    """The generic resources of each node, as --gres takes them (`gpu:2`): what it asked for, or, where
+    it asked by task or for the job as a whole, what it was given on a node."""
+    cpus_per_task: int | None = None
+    memory_per_node: int | None = None
+    """MB; None where it did not ask."""
+    memory_per_cpu: int | None = None
+    """MB; None where it did not ask."""
+    exclusive: bool = False
+    """Whether it shares its nodes with no other job."""
+    excluded: tuple[str, ...] = ()
+    """The nodes that it must not get."""
+    reservation: str = ""
+    num_nodes: int = 0
+    """How many nodes it has, or asks for while it is pending."""
+    time_limit: int | None = None
+    """Minutes; None: no limit."""
+    submit_time: int | None = None
+    """Unix seconds, as are the other times."""
+    start_time: int | None = None
+    """When it started; for a pending job when it is expected to, if that is known."""
+    end_time: int | None = None
+    """When it ended, or will be ended by its time limit."""
+    requeue: bool | None = None
+    """Whether Slurm may put it back into the queue."""
+    restarts: int = 0
+    """How often it was put back."""
+    reason: str = ""
+    """Why it waits, in Slurm's word: Resources, Priority, …"""
+    comment: str = ""
+    command: str = ""
+    """Path of its batch script, as it was submitted."""
+    workdir: str = ""
+    stdout: str = ""
+    """The file of its output."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether it waits in the queue."""
+        return bool(self.state & {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+
+    @property
+    def running(self) -> bool:
+        """Whether it has its nodes and is not being ended."""
+        return "RUNNING" in self.state and "COMPLETING" not in self.state
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and will not start again."""
+        return bool(self.state & _OVER) and not self.pending
+
+
+_OVER = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "REVOKED", "TIMEOUT"}
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +107,14 @@ class Node:
 
     name: str
     state: frozenset[str]
+    reason: str = ""
+    """Why it is down or drained, as whoever did it said."""
+    features: tuple[str, ...] = ()
+    gres: str = ""
+    """As configured: `gpu:2`."""
+    partitions: tuple[str, ...] = ()
+    version: str = ""
+    """The release of its slurmd."""
 
     @property
     def usable(self) -> bool:
@@ -45,17 +128,92 @@ _UNUSABLE = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Partition:
+    """A partition, as far as preemption and limits go."""
+
+    name: str
+    nodes: tuple[str, ...]
+    default: bool = False
+    state: str = "UP"
+    preempt_mode: str = ""
+    """OFF, CANCEL, REQUEUE, SUSPEND, …"""
+    grace_time: int = 0
+    """Seconds between the notice of a preemption and the end."""
+    priority_tier: int = 0
+
+
 class SlurmClient(Protocol):
-    """What is asked of Slurm, whichever way it is asked."""
+    """What is asked of Slurm, whichever way it is asked.
+
+    Every method raises SlurmBusy where the controller does not answer in time, and SlurmError, with
+    Slurm's own last word, where it refuses.
+    """
 
     def version(self) -> str:
         """The release, such as `24.11.5`."""
 
     def job(self, job_id: int) -> Job:
-        """One job. Raises UsageError where Slurm knows none of that number."""
+        """One job. Raises UnknownJob."""
 
-    def nodes(self, names: Sequence[str]) -> tuple[Node, ...]:
-        """The named nodes, in the order of the names."""
+    def nodes(self, names: Sequence[str] | None = None) -> tuple[Node, ...]:
+        """The named nodes, in the order of the names; without names, all of them."""
+
+    def partitions(self) -> tuple[Partition, ...]:
+        """The partitions that the user may see."""
+
+    def config(self) -> Mapping[str, str]:
+        """Slurm's configuration, as `scontrol show config` words it."""
+
+    def submit(
+        self,
+        argv: Sequence[str],
+        *,
+        script: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> int:
+        """Submit a batch job; its number.
+
+        Parameters
+        ----------
+        argv
+            sbatch's words without `sbatch`: options, then the script's path and its arguments.
+        script
+            The text of the script, in place of a path in `argv`.
+        env
+            The environment that sbatch runs in, and that the job inherits by default; None: ours.
+        cwd
+            The folder that sbatch runs in; None: ours.
+
+        Raises SlurmBusy also where it cannot be told whether the job was made: it is not tried again
+        then, since that might make two.
+        """
+
+    def test_submit(
+        self,
+        argv: Sequence[str],
+        *,
+        script: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> str:
+        """What Slurm thinks of such a job, and when it would start (`sbatch --test-only`)."""
+
+    def cancel(self, job_id: int, signal: str | None = None) -> None:
+        """End a job, or send it a signal. A job that is over or unknown is none of anybody's business."""
+
+    def requeue(self, job_id: int, *, hold: bool = False) -> None:
+        """Put a job back into the queue; with `hold` it stays there until `release`."""
+
+    def release(self, job_id: int) -> None:
+        """Let a held job start."""
+
+    def update_job(self, job_id: int, **fields: str) -> None:
+        """Change a job: fields as `scontrol update` names them, such as ExcNodeList, Comment, TimeLimit."""
+
+    def update_nodes(self, names: Sequence[str], **fields: str) -> None:
+        """Change nodes, as the site allows it: State and Reason, or Comment."""
 
 
 def expand(hostlist: str) -> tuple[str, ...]:

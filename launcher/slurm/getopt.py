@@ -41,7 +41,9 @@ class Reading(NamedTuple):
         return [option for piece in self.pieces for option in piece.options]
 
 
-def read(argv: Sequence[str], table: OptionTable, own: Mapping[str, bool] | None = None) -> Reading:
+def read(
+    argv: Sequence[str], table: OptionTable, own: Mapping[str, bool] | None = None, program: str = "srun"
+) -> Reading:
     """Read options up to the first word that is none, or `--`.
 
     Parameters
@@ -53,6 +55,8 @@ def read(argv: Sequence[str], table: OptionTable, own: Mapping[str, bool] | None
     own
         Everstep's options in full (`--standby`), and whether a value follows each; they may stand
         anywhere among srun's and are never abbreviated, so that they cannot shadow one of srun's.
+    program
+        Whose options these are, for messages: srun or sbatch.
 
     Raises
     ------
@@ -76,19 +80,19 @@ def read(argv: Sequence[str], table: OptionTable, own: Mapping[str, bool] | None
         elif word.startswith("--"):
             if not table.matching(name[2:]) and not attached:
                 raise UsageError(
-                    f"srun: {name}: not an option of this release that Everstep knows, so it cannot tell "
-                    f"where your command begins: if it belongs to a plugin, write {name}=VALUE"
+                    f"{program}: {name}: not an option of this release that Everstep knows, so it cannot "
+                    f"tell where your command begins: if it belongs to a plugin, write {name}=VALUE"
                 )
-            full, arity = _resolve(name[2:], table)
+            full, arity = _resolve(name[2:], table, program)
             piece = _long(word, following, arity, full)
         else:
-            piece = _cluster(word, following, table)
+            piece = _cluster(word, following, table, program)
         pieces.append(piece)
         at += len(piece.words)
     return Reading(pieces, False, list(argv[at:]))
 
 
-def _resolve(name: str, table: OptionTable) -> tuple[str, Arity]:
+def _resolve(name: str, table: OptionTable, program: str) -> tuple[str, Arity]:
     candidates = table.matching(name)
     if not candidates:
         return name, Arity.OPTIONAL  # unknown, and its value is attached: passed through
@@ -102,7 +106,7 @@ def _resolve(name: str, table: OptionTable) -> tuple[str, Arity]:
     if len(arities) == 1:
         return name, Arity.REQUIRED
     listed = ", ".join(f"--{candidate}" for candidate in candidates)
-    raise UsageError(f"srun: --{name} is ambiguous ({listed}): write the option in full")
+    raise UsageError(f"{program}: --{name} is ambiguous ({listed}): write the option in full")
 
 
 def _long(word: str, following: str | None, arity: Arity, name: str) -> Piece:
@@ -114,12 +118,14 @@ def _long(word: str, following: str | None, arity: Arity, name: str) -> Piece:
     return Piece((word, following), (Option(name, following, spelling),))
 
 
-def _cluster(word: str, following: str | None, table: OptionTable) -> Piece:
+def _cluster(word: str, following: str | None, table: OptionTable, program: str) -> Piece:
     options: list[Option] = []
     for at, letter in enumerate(word[1:], start=1):
         name = table.letters.get(letter)
         if name is None:
-            raise UsageError(f"srun: -{letter}: srun has no such option (in {word!r}); see `srun --help`")
+            raise UsageError(
+                f"{program}: -{letter}: {program} has no such option (in {word!r}); see `{program} --help`"
+            )
         arity, attached = table.longs[name], word[at + 1 :]
         if arity is Arity.NONE:
             options.append(Option(name, None, f"-{letter}"))
@@ -128,7 +134,7 @@ def _cluster(word: str, following: str | None, table: OptionTable) -> Piece:
             options.append(Option(name, attached or None, f"-{letter}"))
             return Piece((word,), tuple(options))
         if following is None:
-            raise UsageError(f"srun: -{letter} needs a value, as in -{letter} VALUE")
+            raise UsageError(f"{program}: -{letter} needs a value, as in -{letter} VALUE")
         options.append(Option(name, following, f"-{letter}"))
         return Piece((word, following), tuple(options))
     return Piece((word,), tuple(options))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from everstep.launcher.slurm.getopt import Option, read
-from everstep.launcher.slurm.srun_table import BUILTIN, Arity, OptionTable
+from everstep.launcher.slurm.srun_table import SBATCH
 from everstep.recovery.errors import UsageError
 
 
@@ -56,7 +56,7 @@ def judge(
     for variable in ("SBATCH_NO_KILL", "SALLOC_NO_KILL"):
         if variable in environ:
             return NoKill(environ[variable].lower() != "off", f"{variable} is set")
-    if script is not None and (said := _in_words(_directives(script))) is not None:
+    if script is not None and (said := _in_words(directives(script))) is not None:
         return NoKill(said, "an #SBATCH line of the job's script says so")
     if submit_line is not None and script is not None:
         return NoKill(False, "neither its submit line nor its script has --no-kill")
@@ -65,25 +65,13 @@ def judge(
     return NoKill(None, "Slurm does not show how the job was made")
 
 
-_SBATCH = OptionTable(
-    longs={
-        **BUILTIN.longs,
-        **dict.fromkeys(["array", "batch", "export-file", "kill-on-invalid-dep", "wrap"], Arity.REQUIRED),
-        **dict.fromkeys(["ignore-pbs", "no-requeue", "parsable", "requeue", "wait"], Arity.NONE),
-        "get-user-env": Arity.OPTIONAL,
-    },
-    letters={**BUILTIN.letters, "a": "array"},
-)
-"""sbatch's options, near enough: most are srun's, and --wait takes no value."""
-
-
 def _in_words(words: Sequence[str]) -> bool | None:
     """The last word on --no-kill among a command's options; what comes after its script is not looked at."""
     try:
-        options = read(words, _SBATCH).options
+        options = read(words, SBATCH).options
     except UsageError:  # an option that we do not know, a plugin's perhaps
         options = [
-            option for word in words if word.startswith("-k") for option in read([word], _SBATCH).options
+            option for word in words if word.startswith("-k") for option in read([word], SBATCH).options
         ]
         options += [Option("no-kill", word[10:] or None, word) for word in words if _NO_KILL.match(word)]
     said = [option.value for option in options if option.name == "no-kill"]
@@ -93,7 +81,7 @@ def _in_words(words: Sequence[str]) -> bool | None:
 _NO_KILL = re.compile(r"--no-kill(=|$)")
 
 
-def _directives(script: str) -> list[str]:
+def directives(script: str) -> list[str]:
     """The words of a script's #SBATCH lines, which end where its first command begins."""
     words: list[str] = []
     for line in script.splitlines():

@@ -78,6 +78,17 @@ BUILTIN = OptionTable(
 )
 """What srun 22.05 to 24.11 take, asked of the programs themselves (tests/fixtures/slurm)."""
 
+SBATCH = OptionTable(
+    longs={
+        **BUILTIN.longs,
+        **dict.fromkeys(["array", "batch", "export-file", "kill-on-invalid-dep", "wrap"], Arity.REQUIRED),
+        **dict.fromkeys(["ignore-pbs", "no-requeue", "parsable", "requeue", "wait"], Arity.NONE),
+        "get-user-env": Arity.OPTIONAL,
+    },
+    letters={**BUILTIN.letters, "a": "array", "W": "wait"},
+)
+"""sbatch's options, near enough: most are srun's, and --wait takes no value."""
+
 _HELP_LINE = re.compile(
     r"""^\s{2,6}(?:-(?P<letter>[A-Za-z]),?\s+)?   # -N,
         --(?P<name>[A-Za-z0-9][\w-]*)             # --nodes
@@ -117,25 +128,25 @@ def parse_completion(text: str) -> Mapping[str, Arity]:
     return {name: arity.get(frozenset(seen), Arity.OPTIONAL) for name, seen in spellings.items()}
 
 
-def merge(help_text: str = "", completion_text: str = "") -> OptionTable:
-    """The table of a release: what it says itself where it can be trusted, the built-in facts for the rest.
+def merge(help_text: str = "", completion_text: str = "", known: OptionTable = BUILTIN) -> OptionTable:
+    """The table of a release: what it says itself where it can be trusted, the known facts for the rest.
 
     The help is trusted for options that are not built in and, of those that are, never for there
     being no value (it shows `--container` and `--kill-on-bad-exit` bare). The completion is getopt's
     own table and wins.
     """
     shown = parse_help(help_text)
-    longs = dict(BUILTIN.longs)
-    longs.update(_news(shown.longs))
+    longs = dict(known.longs)
+    longs.update(_news(shown.longs, known))
     longs.update(parse_completion(completion_text))
     # Only for options nobody knows: a site's plugin has no letters, a later Slurm may.
-    letters = {**shown.letters, **BUILTIN.letters}
+    letters = {**shown.letters, **known.letters}
     return OptionTable(longs, letters)
 
 
-def _news(shown: Mapping[str, Arity]) -> Iterator[tuple[str, Arity]]:
+def _news(shown: Mapping[str, Arity], table: OptionTable) -> Iterator[tuple[str, Arity]]:
     for name, arity in shown.items():
-        known = BUILTIN.longs.get(name)
+        known = table.longs.get(name)
         if known is None or (known is Arity.NONE and arity is not Arity.NONE):
             yield name, arity
 
@@ -145,7 +156,13 @@ def installed_table(srun: str = "srun", timeout: float = 10.0) -> OptionTable:
 
     Whether srun is there at all is not asked here: `cli_json.require` does, with a message.
     """
-    return merge(_output(srun, "--help", timeout), _output(srun, "--autocomplete=--", timeout))
+    known = SBATCH if srun.rpartition("/")[2] == "sbatch" else BUILTIN
+    return merge(_output(srun, "--help", timeout), _output(srun, "--autocomplete=--", timeout), known)
+
+
+def help_of(command: str, timeout: float = 10.0) -> str:
+    """What `command --help` prints, site plugins' options included; empty where it does not answer."""
+    return _output(command, "--help", timeout)
 
 
 def _output(srun: str, option: str, timeout: float) -> str:

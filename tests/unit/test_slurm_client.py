@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from everstep.launcher.slurm import cli_json, nokill
 from everstep.launcher.slurm.cli_json import CliJson, number, states
-from everstep.launcher.slurm.client import Job, Node, SlurmClient, expand, fold
+from everstep.launcher.slurm.client import Job, Node, SlurmClient, SlurmError, expand, fold
 from everstep.recovery.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,13 +30,13 @@ class Recorded:
         self.answers = answers
         self.asked: list[str] = []
 
-    def __call__(self, argv: Sequence[str]) -> str:
+    def __call__(self, argv: Sequence[str], **_: Any) -> str:
         line = " ".join(argv)
         self.asked.append(line)
         for start, answer in self.answers.items():
             if line.startswith(start):
                 return answer
-        raise UsageError(f"`{line}` failed")
+        raise SlurmError(f"`{line}` failed")
 
 
 def client(environ: Mapping[str, str] | None = None, **answers: str) -> CliJson:
@@ -121,9 +121,11 @@ def test_a_node_that_slurm_does_not_know_is_said_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["JobId=3 JobName=x", "[]", "{}", '{"errors": [{"description": "no such plugin"}]}']
+    "answer", ["no word of it", "[]", "{}", '{"errors": [{"description": "no such plugin"}]}']
 )
-def test_an_answer_that_is_not_the_json_we_know_is_one_line(answer: str) -> None:
+def test_an_answer_that_is_not_the_json_we_know_is_asked_again_in_words(answer: str) -> None:
+    asked = Recorded({"scontrol show job": answer, "scontrol -o show -d job": "JobId=3 JobState=PENDING\n"})
+    assert CliJson(asked, {}).job(3).pending
     with pytest.raises(UsageError) as error:
         client(scontrol_show_job=answer).job(3)
     assert "\n" not in str(error.value)
