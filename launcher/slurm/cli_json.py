@@ -97,6 +97,7 @@ def read_job(record: Mapping[str, Any], verdict: nokill.NoKill | None = None) ->
         start_time=number(record.get("start_time")) or None,
         end_time=number(record.get("end_time")) or None,
         requeue=record["requeue"] if isinstance(record.get("requeue"), bool) else None,
+        batch=record["batch_flag"] if isinstance(record.get("batch_flag"), bool) else None,
         restarts=number(record.get("restart_cnt")) or 0,
         reason=_text(record.get("state_reason")),
         comment=_text(record.get("comment")),

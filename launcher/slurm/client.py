@@ -68,6 +68,8 @@ class Job:
     """When it ended, or will be ended by its time limit."""
     requeue: bool | None = None
     """Whether Slurm may put it back into the queue."""
+    batch: bool | None = None
+    """Whether it has a batch script; only such a job can be put back."""
     restarts: int = 0
     """How often it was put back."""
     reason: str = ""
