@@ -100,6 +100,11 @@ class Agent:
         self._connections: zmq.asyncio.Socket | None = None  # events of the connection to the coordinator
         self._reached = self._admitted = False
         self._playing: Coordinator | None = None  # where this agent is the coordinator too
+        self._output = {
+            1: 1,
+            2: 2,
+        }  # where workers' lines go; on a replacement node, a pipe to the coordinator
+        self._pipes: dict[int, int] = {}
         self._asked: dict[int, float] = {}  # signals that were heeded, and when
         self._winding = False
 
@@ -111,11 +116,17 @@ class Agent:
             self._loop.add_signal_handler(number, self._asked_to_stop, number)
         coordinator = self._coordinator()
         self._socket = self._connect()
+        if self._post.joiner:
+            self._send_output_on()
         await self._send(self._introduction())
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         code = await self._over
         tasks[0].cancel()
         await self._stop_workers()
+        if self._pipes:
+            self._relay.drain(1.0)
+            for stream in self._pipes:
+                self._pass_output(stream)
         await self._send(m.Bye())
         tasks[1].cancel()
         if coordinator is not None:
@@ -326,6 +337,8 @@ class Agent:
             argv=torchrun.worker_argv(post.spec, local_rank),
             env=self._worker_environment(order),
             nice=order.nice and self._may_nice,
+            stdout=self._output[1],
+            stderr=self._output[2],
         )
         self._route(how, order)
         holder: list[workers.WorkerProcess] = []
@@ -377,8 +390,20 @@ class Agent:
             directory.mkdir(parents=True, exist_ok=True)
             how.stdout_file = directory / "stdout.log" if ways.stdout in ("file", "tee") else None
             how.stderr_file = directory / "stderr.log" if ways.stderr in ("file", "tee") else None
-        how.stdout = 1 if ways.stdout in ("console", "tee") else None
-        how.stderr = 2 if ways.stderr in ("console", "tee") else None
+        how.stdout = how.stdout if ways.stdout in ("console", "tee") else None
+        how.stderr = how.stderr if ways.stderr in ("console", "tee") else None
+
+    def _send_output_on(self) -> None:
+        for stream in (1, 2):
+            read, self._output[stream] = os.pipe()
+            os.set_blocking(read, False)
+            self._pipes[stream] = read
+            self._loop.add_reader(read, self._pass_output, stream)
+
+    def _pass_output(self, stream: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._pipes[stream], 1 << 16):
+                self._send_soon(m.Output(stream, data))
 
     def _heard(self, worker: workers.WorkerProcess) -> None:
         try:

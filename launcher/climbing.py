@@ -26,7 +26,8 @@ class Climbing(Gathering, Winding):
         self._emit("rung", rung=climb.rung, number=number, reason=climb.reason, ranks=list(ranks))
         if climb.rung == "replace":
             self.asking = True
-            self._say(f"{self._why()}; rung {number} ({climb.rung}): {climb.reason}")
+            lost = "" if self.refused else f"{self._why()}; "
+            self._say(f"{lost}rung {number} ({climb.rung}): {climb.reason}")
             self._out.append(Recruit(climb.pause, climb.reason, tuple(self.bad)))
         elif climb.rung == "requeue":
             reason = f"{self._why()}; rung {number} ({climb.rung}): {climb.reason}"

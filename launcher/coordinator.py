@@ -127,7 +127,9 @@ class Coordinator:
                     _say(f"{self._dropped} malformed messages dropped so far, the last: {error}")
                 continue
             self._heard[node] = time.monotonic()
-            if isinstance(message, m.Bye):
+            if isinstance(message, m.Output):
+                _print(message)
+            elif isinstance(message, m.Bye):
                 self._gone.add(node)
                 if not self.outcome.done():
                     self._act(self._membership.handle(node, ms.NodeLost("its agent, which was told to stop")))
@@ -213,6 +215,12 @@ def _open_events(path: Path | None) -> int | None:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else None
     except OSError as error:
         raise UsageError(f"--events {path} cannot be written here: {error.strerror}") from error
+
+
+def _print(output: m.Output) -> None:
+    stream = sys.stderr if output.stream == 2 else sys.stdout
+    stream.buffer.write(output.data)
+    stream.flush()
 
 
 def _ignore_failure(sent: asyncio.Future[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,6 +121,12 @@ class JobSide:
 
     async def requeue(self, exclude: tuple[str, ...]) -> None:
         """Give the job back to the queue, without these nodes; say how that went."""
+        # Slurm now ends every process of the job, this one too: it has KillWait seconds, and what it starts
+        # must not heed SIGTERM either.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
         try:
             before = await asyncio.to_thread(self._client.job, self._job_id)
             await asyncio.to_thread(self._client.requeue, self._job_id)
@@ -128,13 +135,15 @@ class JobSide:
             return
         away = fold({*before.excluded, *exclude}) if exclude else ""
         self._say(f"job {self._job_id} is requeued{', without ' + fold(exclude) if exclude else ''}")
-        if away:
-            # Only a pending job's nodes can be changed, and it is one as soon as it is requeued, while
-            # its processes, this one too, still have KillWait seconds.
-            try:
-                await asyncio.to_thread(self._client.update_job, self._job_id, ExcNodeList=away)
-            except EverstepError as error:
-                self._say(f"WARNING: nodes {fold(exclude)} could not be excluded: {error}")
+        # Only a pending job's nodes can be changed, and it is one as soon as it is requeued. Slurm would let
+        # it wait two minutes, which is right for a job that gets nowhere.
+        fruitless = self._chronicle is not None and self._chronicle.history.fruitless() > 0
+        changes = {**({"ExcNodeList": away} if away else {}), **({} if fruitless else {"StartTime": "now"})}
+        try:
+            if changes:
+                await asyncio.to_thread(self._client.update_job, self._job_id, **changes)
+        except EverstepError as error:
+            self._say(f"WARNING: {', '.join(f'{k}={v}' for k, v in changes.items())} was refused: {error}")
 
     def _record(self, write: Callable[[history.Chronicle], None]) -> None:
         if self._chronicle is None:

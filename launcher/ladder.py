@@ -89,9 +89,10 @@ def climb_down(now: Situation) -> Climb:
     missing = f"no standby is left for {whom} and none is coming"
     skipped = []
     if now.in_job and "replace" in now.allowed and len(now.refused) < ASKS:
-        again = f" ({now.refused[-1]})" if now.refused else ""
-        pause = _PAUSE * 2 ** (len(now.refused) - 1) if now.refused else 0.0
-        return Climb("replace", f"{missing}{again}: Slurm is asked for another node", pause)
+        if not now.refused:
+            return Climb("replace", f"{missing}: Slurm is asked for another node")
+        pause = _PAUSE * 2 ** (len(now.refused) - 1)
+        return Climb("replace", f"{now.refused[-1]}: Slurm is asked again in {pause:.0f} s", pause)
     if now.in_job and now.refused:
         skipped.append(now.refused[-1])
     elif "replace" not in now.allowed and now.in_job:

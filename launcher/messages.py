@@ -249,11 +249,20 @@ class Told(Struct, frozen=True):
     signal: int
 
 
+class Output(Struct, frozen=True):
+    """What workers of a replacement node print: its job has an output of its own, where nobody would look."""
+
+    stream: int  # 1 or 2
+    data: bytes
+
+
 class Bye(Struct, frozen=True):
     """The agent's workers are gone and it ends."""
 
 
-FromAgent: TypeAlias = AgentHello | Heartbeat | WorkerStarted | WorkerExited | FromWorkers | Told | Bye
+FromAgent: TypeAlias = (
+    AgentHello | Heartbeat | WorkerStarted | WorkerExited | FromWorkers | Told | Output | Bye
+)
 
 # --- from the coordinator to an agent -----------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launcher.roster import Recruit, RecruitFailed
-from everstep.launcher.slurm.client import Job, SlurmClient, fold
+from everstep.launcher.slurm.client import Job, SlurmBusy, SlurmClient, fold
 from everstep.launcher.slurm.commands import outside_job
 from everstep.recovery.errors import EverstepError
 
@@ -143,9 +143,12 @@ class Recruiter:
             self._submitting = None
             self._jobs.add(number)
             why, final = await self._watch(number)
-        except EverstepError as error:
+        except SlurmBusy as error:
             self._submitting = None
             why = str(error)
+        except EverstepError as error:  # asked again, it would say the same
+            self._submitting = None
+            final, why = True, f"Slurm has no other node for this run ({str(error).rpartition('error: ')[2]})"
         if number:
             with contextlib.suppress(EverstepError):  # it is tried again at the end
                 await asyncio.to_thread(self._client.cancel, number)
