@@ -135,15 +135,12 @@ class JobSide:
             return
         away = fold({*before.excluded, *exclude}) if exclude else ""
         self._say(f"job {self._job_id} is requeued{', without ' + fold(exclude) if exclude else ''}")
-        # Only a pending job's nodes can be changed, and it is one as soon as it is requeued. Slurm would let
-        # it wait two minutes, which is right for a job that gets nowhere.
-        fruitless = self._chronicle is not None and self._chronicle.history.fruitless() > 0
-        changes = {**({"ExcNodeList": away} if away else {}), **({} if fruitless else {"StartTime": "now"})}
-        try:
-            if changes:
-                await asyncio.to_thread(self._client.update_job, self._job_id, **changes)
-        except EverstepError as error:
-            self._say(f"WARNING: {', '.join(f'{k}={v}' for k, v in changes.items())} was refused: {error}")
+        if away:
+            # Only a pending job's nodes can be changed, and it is one as soon as it is requeued.
+            try:
+                await asyncio.to_thread(self._client.update_job, self._job_id, ExcNodeList=away)
+            except EverstepError as error:
+                self._say(f"WARNING: nodes {fold(exclude)} could not be excluded: {error}")
 
     def _record(self, write: Callable[[history.Chronicle], None]) -> None:
         if self._chronicle is None:
