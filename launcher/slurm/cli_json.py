@@ -68,12 +68,16 @@ class CliJson(CliText):
 
 def read_job(record: Mapping[str, Any], verdict: nokill.NoKill | None = None) -> Job:
     """A job from one record of `scontrol show job --json`, of any release that has it."""
-    resources = record.get("job_resources")
+    resources, details = record.get("job_resources"), record.get("gres_detail")
     nodes = expand(_text(record.get("nodes")))
     shared = states(record.get("shared"))
+    given = _text(details[0]) if isinstance(details, list) and details else ""
+    limit = number(record.get("time_limit"))
+    state = states(record.get("job_state"))
+    over = not state & {"PENDING", "RUNNING", "SUSPENDED"}
     job = Job(
         job_id=number(record.get("job_id")) or 0,
-        state=states(record.get("job_state")),
+        state=state,
         nodes=nodes,
         cpus_per_node=_cpus_per_node(resources if isinstance(resources, dict) else {}),
         name=_text(record.get("name")),
@@ -82,9 +86,7 @@ def read_job(record: Mapping[str, Any], verdict: nokill.NoKill | None = None) ->
         account=_text(record.get("account")),
         qos=_text(record.get("qos")),
         constraint=_text(record.get("features")),
-        gres=gres_per_node(
-            _text(record.get("tres_per_node")), _text(record.get("tres_alloc_str")), len(nodes)
-        ),
+        gres=gres_per_node(_text(record.get("tres_per_node")), given),
         cpus_per_task=number(record.get("cpus_per_task")),
         memory_per_node=number(record.get("memory_per_node")) or None,
         memory_per_cpu=number(record.get("memory_per_cpu")) or None,
@@ -92,10 +94,11 @@ def read_job(record: Mapping[str, Any], verdict: nokill.NoKill | None = None) ->
         excluded=expand(_text(record.get("excluded_nodes"))),
         reservation=_text(record.get("resv_name")),
         num_nodes=number(record.get("node_count")) or len(nodes),
-        time_limit=number(record.get("time_limit")),
+        time_limit=limit,
         submit_time=number(record.get("submit_time")) or None,
         start_time=number(record.get("start_time")) or None,
-        end_time=number(record.get("end_time")) or None,
+        # A job without a limit ends in a year, says the JSON.
+        end_time=(number(record.get("end_time")) or None) if limit is not None or over else None,
         requeue=record["requeue"] if isinstance(record.get("requeue"), bool) else None,
         batch=record["batch_flag"] if isinstance(record.get("batch_flag"), bool) else None,
         restarts=number(record.get("restart_cnt")) or 0,

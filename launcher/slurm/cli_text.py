@@ -209,7 +209,7 @@ def read_job(record: Mapping[str, str]) -> Job:
         account=get("Account", ""),
         qos=get("QOS", ""),
         constraint=get("Features", ""),
-        gres=gres_per_node(asked, get("AllocTRES", "") or get("TRES", ""), len(nodes)),
+        gres=gres_per_node(asked, get("GRES", "")),
         cpus_per_task=number(get("CPUs/Task", "")),
         memory_per_node=per_node,
         memory_per_cpu=per_cpu,
@@ -287,30 +287,19 @@ def minutes(word: str) -> int | None:
     return days * 1440 + first * 60 + second + (third > 0)
 
 
-def gres_per_node(asked: str, allocated: str, nodes: int) -> str:
+def gres_per_node(asked: str, given: str) -> str:
     """The GRES of each node, as --gres takes them.
 
     Parameters
     ----------
     asked
         What the job asked for on each node: `gres/gpu:2` (24.11), `gres:gpu:2` (22.05), `gpu:2`.
-    allocated
-        What it was given in all, in Slurm's TRES: `cpu=8,gres/gpu=4`. A typed one (`gres/gpu:a100=4`) is
-        there beside the untyped.
-    nodes
-        How many nodes that is on.
+    given
+        What it was given on its first node: `gpu:2(IDX:0-1)`.
     """
-    found = [re.sub(r"^gres[:/]", "", word).replace("=", ":") for word in _words(asked)]
-    found = [word for word in found if word and not word.startswith(("cpu:", "mem:", "node:", "billing:"))]
-    if found or not nodes:
-        return ",".join(found)
-    given = dict(word[5:].partition("=")[::2] for word in _words(allocated) if word.startswith("gres/"))
-    typed = {name.partition(":")[0] for name in given if ":" in name}
-    return ",".join(
-        f"{name}:{int(count) // nodes}"
-        for name, count in given.items()
-        if count.isdigit() and int(count) >= nodes and not (":" not in name and name in typed)
-    )
+    words = _words(asked) or _words(re.sub(r"\([^)]*\)", "", given))
+    found = [re.sub(r"^gres[:/]", "", word).replace("=", ":") for word in words]
+    return ",".join(word for word in found if word)
 
 
 def _cpus_per_node(record: Mapping[str, str]) -> str:

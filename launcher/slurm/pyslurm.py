@@ -57,7 +57,10 @@ class PySlurm(CliJson):
             if "invalid job id" in str(error).lower():
                 raise unknown_job(job_id) from error
             raise
-        return self._with_no_kill(read_job(found), batch=bool(found.is_batch_job))
+        job = read_job(found)
+        if job.nodes and not job.cpus_per_node:
+            return super().job(job_id)  # pyslurm 24.11.0 does not say what each node gave; the commands do
+        return self._with_no_kill(job, batch=bool(found.is_batch_job))
 
     def nodes(self, names: Sequence[str] | None = None) -> tuple[Node, ...]:
         """The named nodes, in the order of the names; without names, all of them."""
@@ -100,9 +103,11 @@ def read_job(job: Any) -> Job:
     """A job from a pyslurm.Job."""
     layout = _layout(job)
     nodes = expand(job.allocated_nodes or "")
+    state = states(job.state or "")
+    over = not state & {"PENDING", "RUNNING", "SUSPENDED"}
     return Job(
         job_id=int(job.id),
-        state=states(job.state or ""),
+        state=state,
         nodes=nodes,
         cpus_per_node=",".join(str(_count(layout[name]["cpu_ids"])) for name in nodes if name in layout),
         name=job.name or "",
@@ -122,7 +127,8 @@ def read_job(job: Any) -> Job:
         time_limit=job.time_limit,
         submit_time=job.submit_time or None,
         start_time=job.start_time or None,
-        end_time=job.end_time or None,
+        # A job without a limit ends in a year, says Slurm.
+        end_time=(job.end_time or None) if job.time_limit is not None or over else None,
         requeue=job.is_requeueable,
         restarts=job.requeue_count or 0,
         reason="" if job.state_reason in (None, "None") else job.state_reason,
