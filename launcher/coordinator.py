@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Coordinator:
         job: JobSide | None = None,
     ) -> None:
         self._job = job
+        self._asking: asyncio.Future[None] | None = None
         self._membership = ms.Membership(config)
         self._heartbeat = heartbeat
         self._expected = config.nnodes + config.spare_nodes
@@ -90,9 +91,20 @@ class Coordinator:
     def asked_to_stop(self, number: int) -> None:
         """The whole run is to end in order, because of this signal."""
         name = signal.Signals(number).name
-        # SIGTERM comes from whoever ends the job; the others are a warning ahead, which a requeue answers.
-        requeue = number != signal.SIGTERM and self._job is not None
-        self.notice(ms.StopAsked(f"told to stop ({name})", 128 + number, requeue))
+        asked = ms.StopAsked(f"told to stop ({name})", 128 + number, self._job is not None)
+        if self._job is None:
+            self.notice(asked)
+        elif number == signal.SIGTERM:
+            self._asking = asyncio.ensure_future(self._told_by_slurm(self._job, asked))
+        else:  # a warning ahead (--signal), which going back to the queue answers
+            self.notice(asked)
+
+    async def _told_by_slurm(self, job: JobSide, asked: ms.StopAsked) -> None:
+        """SIGTERM comes before a preemption, and then from everybody who ends the job for good."""
+        if await job.preempted():
+            self.notice(replace(asked, why="preempted (SIGTERM)"))
+        else:
+            self.notice(replace(asked, requeue=False))
 
     def notice(self, event: ms.RunEvent) -> None:
         """Something that concerns the run as a whole."""

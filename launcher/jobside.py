@@ -19,6 +19,8 @@ from everstep.launcher.roster import Recruit, RecruitFailed
 from everstep.launcher.slurm.client import Job, SlurmClient, fold
 from everstep.recovery.errors import EverstepError
 
+_AT_ONCE = 2.0  # seconds that Slurm is asked for why it ends a job, which has KillWait seconds in all
+
 
 @dataclass(frozen=True)
 class Here:
@@ -111,6 +113,14 @@ class JobSide:
 
     def _report(self, node: str, how: str) -> str:
         return blame.report(blame.read(), self._client, node, str(self._job_id), how)
+
+    async def preempted(self) -> bool:
+        """Does the job have to make room for another one? False where Slurm does not say so at once."""
+        try:
+            job = await asyncio.wait_for(asyncio.to_thread(self._client.job, self._job_id), _AT_ONCE)
+        except (EverstepError, asyncio.TimeoutError):
+            return False
+        return job.running and job.preempted
 
     async def close(self, committed: int, reason: str) -> None:
         """The run is over."""

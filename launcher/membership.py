@@ -212,7 +212,8 @@ class Membership(Climbing, Ending):
                 "no more are started there"
             )
         else:
-            self._say(f"a standby on {node.name} died ({how}), noticed by {exited.how}")
+            if self.ending is None:
+                self._say(f"a standby on {node.name} died ({how}), noticed by {exited.how}")
         if self.phase == "running" and self.stepped:
             self._top_up(nice=True)  # at other times the recovery comes first
         self._place()

@@ -100,6 +100,7 @@ def read_job(record: Mapping[str, Any], verdict: nokill.NoKill | None = None) ->
         # A job without a limit ends in a year, says the JSON.
         end_time=(number(record.get("end_time")) or None) if limit is not None or over else None,
         requeue=record["requeue"] if isinstance(record.get("requeue"), bool) else None,
+        preempted=bool(number(record.get("preempt_time"))),
         batch=record["batch_flag"] if isinstance(record.get("batch_flag"), bool) else None,
         restarts=number(record.get("restart_cnt")) or 0,
         reason=_text(record.get("state_reason")),

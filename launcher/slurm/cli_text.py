@@ -222,6 +222,7 @@ def read_job(record: Mapping[str, str]) -> Job:
         start_time=number(get("StartTime", "")),
         end_time=number(get("EndTime", "")),
         requeue={"0": False, "1": True}.get(get("Requeue", "")),
+        preempted=get("PreemptTime", "None") not in ("None", "N/A", ""),
         batch={"0": False, "1": True}.get(get("BatchFlag", "")),
         restarts=number(get("Restarts", "")) or 0,
         reason=get("Reason", ""),

@@ -66,6 +66,8 @@ class Job:
     """When it started; for a pending job when it is expected to, if that is known."""
     end_time: int | None = None
     """When it ended, or will be ended by its time limit."""
+    preempted: bool = False
+    """Whether Slurm has told it that it must make room for another job."""
     requeue: bool | None = None
     """Whether Slurm may put it back into the queue."""
     batch: bool | None = None
