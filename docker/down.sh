@@ -1,12 +1,14 @@
 #!/bin/bash
-# Take the test cluster down with its volumes: down.sh [--engine]
-#   --engine  also stop the Docker engine, if docker/up.sh started it and nothing else runs in it
+# Take the test cluster down with its volumes: down.sh [--engine | --release 22.05]
+#   --release 22.05  the second, small cluster of that Slurm release instead
+#   --engine         also stop the Docker engine, if docker/up.sh started it and nothing else runs in it
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-case ${1:-} in
-'' | --engine) ;;
+case "$#${1:-}" in
+0 | 1--engine) ;;
+2--release) use_release "$2" ;;
 *)
-    say "usage: docker/down.sh [--engine]"
+    say "usage: docker/down.sh [--engine | --release 22.05]"
     exit 64
     ;;
 esac

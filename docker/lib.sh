@@ -4,6 +4,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 REPO=$PWD
 IMAGE=everstep-cluster
 BASE=debian:trixie-slim
+NODES=4
 # Where engine.sh writes which engine is ours: "PID START-TIME" (a pid alone may be another process by then).
 ENGINE_RECORD=/run/everstep-dockerd
 
@@ -27,6 +28,17 @@ compose_command() {
 }
 compose() { $(compose_command) "$@"; }
 
+# The options that up.sh and down.sh share: which cluster is meant. `--release 22.05` is the second, small one.
+MAIN_IMAGE=$IMAGE
+use_release() {
+    [ "$1" = 22.05 ] || fail "--release $1: there is a second cluster of release 22.05 only"
+    export COMPOSE_FILE=docker/release-22.05/compose.yml
+    COMPOSE_PROJECT_NAME=$(basename "$REPO" | tr '[:upper:]' '[:lower:]' | tr -cd 'a-z0-9_-')-2205
+    export COMPOSE_PROJECT_NAME
+    IMAGE=everstep-cluster-22.05 BASE=debian:bookworm-slim SUITE=bookworm NODES=2 CONTROLLER=old-controller LOGIN=old-controller
+}
+SUITE=trixie CONTROLLER=controller LOGIN=login
+
 # Run a command on a machine of the cluster, its errors left out.
 on_machine() {
     local name=$1
@@ -36,8 +48,8 @@ on_machine() {
 
 # Every compute node is there and without a job.
 cluster_is_up() {
-    [ "$(on_machine controller sinfo --noheader --Node --responding --states=idle,alloc,mix | wc -l)" = 4 ] &&
-        on_machine login sinfo --noheader > /dev/null
+    [ "$(on_machine $CONTROLLER sinfo --noheader --Node --responding --states=idle,alloc,mix | wc -l)" = $NODES ] &&
+        on_machine $LOGIN sinfo --noheader > /dev/null
 }
 
 apt_install() {

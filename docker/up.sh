@@ -1,9 +1,19 @@
 #!/bin/bash
-# Bring the test cluster up, from nothing if need be, and say how to use it.
+# Bring the test cluster up, from nothing if need be, and say how to use it: up.sh [--release 22.05]
+#   --release 22.05  the second, small cluster of that Slurm release instead
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+case "$#${1:-}" in
+0) ;;
+2--release) use_release "$2" ;;
+*)
+    say "usage: docker/up.sh [--release 22.05]"
+    exit 64
+    ;;
+esac
+
 docker/engine.sh start
-docker/images.sh
+docker/images.sh "$@"
 say "starting the cluster ..."
 log=$(mktemp)
 if ! compose up -d > "$log" 2>&1; then
@@ -15,12 +25,16 @@ deadline=$((SECONDS + 120))
 until cluster_is_up; do
     if [ $SECONDS -ge $deadline ]; then
         compose logs --tail=15 >&2 || true
-        fail "the four nodes did not come up in two minutes; their last lines are above"
+        fail "the $NODES nodes did not come up in two minutes; their last lines are above"
     fi
     sleep 0.5
 done
 
 command=$(compose_command)
+if [ $NODES = 2 ]; then
+    say "The cluster of Slurm 22.05 is up: docker exec -it -u hpc ${COMPOSE_PROJECT_NAME}_old-controller_1 bash"
+    exit
+fi
 cat << MESSAGE
 
 The cluster is up: controller, login, n1 to n4 (Slurm $(on_machine controller sinfo --version | cut -d' ' -f2 | tr -d '\r')).

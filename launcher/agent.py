@@ -190,7 +190,14 @@ class Agent:
             self._playing.notice(failed)
 
     def _environment(self, place: Placement) -> dict[str, str]:
-        return torchrun.rank_environment(
+        task: dict[str, str] = {}
+        if self._post.spec.plain:
+            task = torchrun.task_environment(
+                rank=place.rank, node_rank=place.group_rank, nnodes=self._post.nnodes
+            )
+            if not _mentions_everstep(self._post.spec.script):
+                return task
+        return task | torchrun.rank_environment(
             self._post.spec,
             rank=place.rank,
             local_rank=place.local_rank,
@@ -344,6 +351,8 @@ class Agent:
         holder: list[workers.WorkerProcess] = []
 
         def label() -> str:
+            if post.spec.plain:
+                return ""  # srun's --label does that
             rank = holder[0].rank if holder else order.rank
             return f"[rank {rank}] " if rank >= 0 else f"[{post.node} standby] "
 
@@ -361,7 +370,7 @@ class Agent:
         self._send_soon(m.WorkerStarted(order.worker, worker.pid))
 
     def _worker_environment(self, order: m.Spawn) -> Mapping[str, str]:
-        own = {SECRET_VARIABLE, ORDERS_VARIABLE, *_RANK_VARIABLES}
+        own = {SECRET_VARIABLE, ORDERS_VARIABLE, *(() if self._post.spec.plain else _RANK_VARIABLES)}
         env = {name: value for name, value in os.environ.items() if name not in own}
         env.update(self._post.spec.env)
         env.update(order.env)

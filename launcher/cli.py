@@ -48,15 +48,44 @@ def srun(words: tuple[str, ...]) -> None:
 @click.option("--local", is_flag=True)
 @click.option("--slurm", is_flag=True)
 @click.option("--join", is_flag=True)
-def agent(local: bool, slurm: bool, join: bool) -> None:
-    """The node agent. Started by `run` and `srun`, not by hand."""
-    if join:
+@click.option("--task", is_flag=True)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def agent(local: bool, slurm: bool, join: bool, task: bool, command: tuple[str, ...]) -> None:
+    """The node agent. Started by `run`, by `srun` and by the SPANK plugin, not by hand."""
+    if task:  # the command is there for people to see: the agent has its orders from srun
+        from everstep.launcher.task import agent_main
+    elif join:
         from everstep.launcher.step import joiner_main as agent_main
     elif slurm:
         from everstep.launcher.step import agent_main
     else:
         from everstep.launcher.local import agent_main
     raise SystemExit(agent_main())
+
+
+@everstep.command(hidden=True)
+@click.option("--interface", required=True)
+@click.option("--program", required=True)
+@click.option("--command-at", type=int, required=True)
+@click.option("--inherited", is_flag=True)
+@click.option("--standby")
+@click.option("--spare-nodes")
+@click.option("--resume-policy")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def native(
+    words: tuple[str, ...], interface: str, program: str, command_at: int, inherited: bool, **settings: str | None
+) -> None:
+    """A stock srun line made Everstep's. Started by the SPANK plugin, not by hand."""
+    from everstep.launcher.native import take_over
+
+    take_over(
+        words,
+        interface=interface,
+        program=program,
+        command_at=command_at,
+        inherited=inherited,
+        settings={name: value for name, value in settings.items() if value is not None},
+    )
 
 
 def main(argv: list[str] | None = None, **extra: Any) -> None:

@@ -1,6 +1,9 @@
-"""The last word: from the coordinator's agent back to `everstep srun`, which may be on another host."""
+"""The last word: from the coordinator's agent back to `everstep srun` or to srun, which may be on another host."""
 
 from __future__ import annotations
+
+import contextlib
+import socket
 
 import msgspec
 import zmq
@@ -45,7 +48,13 @@ class Ear:
 
 
 def tell(address: str, keys: Keys, code: int) -> None:
-    """Tell the ear at `address` (host:port). A lost word costs two seconds and nothing else."""
+    """Tell the ear at `address` (host:port). A lost word costs two seconds and nothing else.
+
+    `line:host:port:token` is the SPANK plugin's ear in srun itself (slurm_spank/ear.c).
+    """
+    if address.startswith("line:"):
+        _tell_srun(address, code)
+        return
     context = zmq.Context()
     sock = context.socket(zmq.PUSH)
     sock.curve_serverkey = keys.server_public
@@ -55,3 +64,9 @@ def tell(address: str, keys: Keys, code: int) -> None:
     sock.send(msgspec.msgpack.encode(Ended(code)))
     sock.close(linger=2000)
     context.term()
+
+
+def _tell_srun(address: str, code: int) -> None:
+    _, host, port, token = address.split(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2.0) as sock:
+        sock.sendall(f"everstep {token} {code}\n".encode())

@@ -72,6 +72,15 @@ def split(argv: Sequence[str], table: OptionTable = BUILTIN) -> Split:
     return Split(tuple(everstep), tuple(srun), tuple(command))
 
 
+def starts_torchrun(command: Sequence[str]) -> bool:
+    """Does the user's command start torchrun?"""
+    try:
+        torchrun_arguments(command)
+    except UsageError:
+        return False
+    return True
+
+
 def torchrun_arguments(command: Sequence[str]) -> tuple[str, ...]:
     """What follows `torchrun` (or `python -m torch.distributed.run`) in the user's command.
 
@@ -194,6 +203,7 @@ def plan(
     secret: str,
     allocation: Allocation | None = None,
     table: OptionTable = BUILTIN,
+    native: bool = False,
 ) -> SrunPlan:
     """Plan the srun that starts an agent on each node.
 
@@ -213,6 +223,9 @@ def plan(
         What Slurm says of the job, where it was asked; the environment's word otherwise.
     table
         The installed srun's options.
+    native
+        The SPANK plugin puts the agent before the user's command on each node: srun keeps that command, which
+        may be any, and passes the agents' variables on by itself.
 
     Raises
     ------
@@ -222,7 +235,8 @@ def plan(
     given = Given.of(srun_argv, table)
     if allocation is None and "jobid" not in given:
         allocation = Allocation.from_environ(environ)
-    torchrun_arguments(command)
+    if not native:
+        torchrun_arguments(command)
     _refuse(given)
     nodes = _nodes(given, allocation)
     _check_tasks(given, nodes)
@@ -255,7 +269,7 @@ def plan(
         share, why, unset = whole_share(given, environ)
         added += share
         reasons += why
-    kept, export = _export(srun_argv, given, environ, table)
+    kept, export = (tuple(srun_argv), None) if native else _export(srun_argv, given, environ, table)
     if export:
         added.append(export)
         reasons.append(f"{export}: your --export would keep the agents' orders from them")
@@ -270,7 +284,7 @@ def plan(
         worker_env={name: environ[name] for name in unset},
     )
     return SrunPlan(
-        argv=("srun", *added, *kept, everstep_path, "agent", "--slurm"),
+        argv=("srun", *added, *kept, *(command if native else (everstep_path, "agent", "--slurm"))),
         env={ORDERS_VARIABLE: encode_orders(orders), SECRET_VARIABLE: secret},
         unset=unset,
         nodes=nodes,

@@ -58,7 +58,7 @@ def run_step(words: Sequence[str]) -> int:
         parts.command,
         options,
         os.environ,
-        _everstep_path(),
+        everstep_path(),
         version=importlib.metadata.version("everstep"),
         secret=secret,
         allocation=allocation,
@@ -125,7 +125,8 @@ def _outcome(process: subprocess.Popen[bytes], ear: Ear) -> int:
     return srun_code if srun_code >= 0 else 128 - srun_code
 
 
-def _everstep_path() -> str:
+def everstep_path() -> str:
+    """The full path of the command that is running. Raises UsageError."""
     path = Path(sys.argv[0])
     if path.name == "everstep" and path.exists():
         return str(path.absolute())
@@ -259,11 +260,11 @@ def _settle(post: Post, orders: own.AgentOrders, known: torchrun.WorkerSpec, hos
             "install the same everstep on every node"
         )
     spec, devices = known, 0
-    if known.nproc_per_node == 0 or Path("/dev/nvidiactl").exists():
+    if not known.plain and (known.nproc_per_node == 0 or Path("/dev/nvidiactl").exists()):
         # Only a node with devices, or a number left open, needs torch in its agent.
         spec = torchrun.parse(srun.torchrun_arguments(orders.command))
         devices = torchrun.cuda_devices()
-    elif known.script is not None:
+    elif known.script is not None and not known.plain:
         check_program(known.script, kind="script", cwd=Path.cwd(), environ=os.environ)
     address = _address(orders.options.interface, [h for i, h in enumerate(hosts) if i != post.index])
     return replace(post, spec=spec, address=address, devices=devices)

@@ -59,6 +59,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Set in every worker, on top of what the agent itself has."""
     script: str | None = None
     """The script's path; None for a module or a program."""
+    plain: bool = False
+    """Not torchrun's: `command` is run as it is, in the environment that Slurm gives a task."""
     notes: tuple[str, ...] = ()
     """What the user should know: options that Everstep has no use for."""
 
@@ -388,6 +390,20 @@ def rank_environment(
         **spec.env,
     }
     return {**variables, **device_environment(spec, local_rank, environ)}
+
+
+def task_environment(*, rank: int, node_rank: int, nnodes: int) -> dict[str, str]:
+    """The variables that Slurm sets in a step's task, for a command that is one on each node.
+
+    They are Slurm's own until a spare node takes a lost one's place.
+    """
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(node_rank),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"), str(nnodes)),
+        **dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"), str(nnodes)),
+    }
 
 
 def device_environment(
