@@ -48,7 +48,7 @@ on_machine() {
 
 # Every compute node is there and without a job.
 cluster_is_up() {
-    [ "$(on_machine $CONTROLLER sinfo --noheader --Node --responding --states=idle,alloc,mix | wc -l)" = $NODES ] &&
+    [ "$(on_machine $CONTROLLER sinfo --noheader --Node --format=%N --responding --states=idle,alloc,mix | sort -u | wc -l)" = $NODES ] &&
         on_machine $LOGIN sinfo --noheader > /dev/null
 }
 

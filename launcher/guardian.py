@@ -37,7 +37,9 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def guarded(main: Callable[[], int], patience: float = _GRACE) -> int:
+def guarded(
+    main: Callable[[], int], patience: float = _GRACE, if_killed: Callable[[], None] | None = None
+) -> int:
     """Run `main` in a child process; its exit code, once nothing of it is left.
 
     Signals are passed on. `patience`: seconds from SIGTERM, SIGUSR1 or SIGUSR2, which ask for an end in
@@ -55,7 +57,8 @@ def guarded(main: Callable[[], int], patience: float = _GRACE) -> int:
         if os.getppid() != guardian:
             os._exit(75)
         os._exit(_outcome(main))
-    return _watch(child, patience)
+    code = _watch(child, patience)
+    return code if code is not None else _killed(if_killed)
 
 
 def _outcome(main: Callable[[], int]) -> int:
@@ -77,7 +80,8 @@ def _outcome(main: Callable[[], int]) -> int:
     return code
 
 
-def _watch(child: int, patience: float) -> int:
+def _watch(child: int, patience: float) -> int | None:
+    """The child's exit code; None where it was killed and nobody had asked it to end."""
     deadline: list[float] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -106,8 +110,14 @@ def _watch(child: int, patience: float) -> int:
         # Nobody asked for it: the run can go on elsewhere.
         name = signal.Signals(-code).name
         print(f"everstep: error: this node's agent was killed ({name}): requeue the run", file=sys.stderr)
-        return 75
+        return None
     return code if code >= 0 else 128 - code
+
+
+def _killed(then: Callable[[], None] | None) -> int:
+    if then is not None:
+        then()
+    return 75
 
 
 def end_descendants(spare: set[int], session: int | None = None) -> int:

@@ -30,6 +30,7 @@ from everstep.launcher import srun, torchrun
 from everstep.launcher.guardian import die_with_parent, guarded
 from everstep.launcher.keys import keys_from, new_secret
 from everstep.launcher.program import check_program
+from everstep.launcher.recruit import job_name
 from everstep.launcher.report import Ear, tell
 from everstep.launcher.slurm.cli_json import CliJson, require
 from everstep.launcher.slurm.client import expand
@@ -183,8 +184,16 @@ def agent_main() -> int:
                 tell(report, keys, code)
         return code
 
+    def cancel_what_waits() -> None:
+        """The coordinator was killed outright: nobody else knows of a replacement job in the queue."""
+        name = job_name(int(os.environ.get("SLURM_JOB_ID", "0")))
+        argv = ["scancel", f"--name={name}", f"--user={os.getuid()}", "--state=PENDING", "--quiet"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(argv, timeout=10, check=False, capture_output=True)
+
     os.environ.update(orders.worker_env)
-    return guarded(main, orders.options.grace + _WINDING)
+    first = os.environ.get("SLURM_NODEID", "0") == "0"
+    return guarded(main, orders.options.grace + _WINDING, cancel_what_waits if first else None)
 
 
 def with_job(post: Post, orders: own.AgentOrders, text: str, secret: str, hosts: Sequence[str]) -> Post:
@@ -202,7 +211,7 @@ def with_job(post: Post, orders: own.AgentOrders, text: str, secret: str, hosts:
     host, port = post.coordinator
     terms = Terms(
         job_id=here.job_id,
-        script=f"#!/bin/sh\nexec {shlex.quote(_everstep_path())} agent --join\n",
+        script=f"#!/bin/sh\nexec {shlex.quote(everstep_path())} agent --join\n",
         env={
             **{name: value for name, value in os.environ.items() if name not in orders.worker_env},
             own.ORDERS_VARIABLE: text,

@@ -278,7 +278,8 @@ class Cluster:
 
     def _is_idle(self) -> bool:
         said = self.exec("controller", ["sinfo", "--noheader", "--Node", "--format=%N %T"], user="root")
-        return said.stdout.split() == [word for name in NODES for word in (name, "idle")] and not self.jobs()
+        # A node is listed once for each of its partitions.
+        return set(said.stdout.splitlines()) == {f"{name} idle" for name in NODES} and not self.jobs()
 
     def describe(self) -> str:
         """Nodes and jobs in a line, for messages."""
