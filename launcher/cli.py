@@ -70,7 +70,12 @@ def agent(local: bool, slurm: bool, task: bool, command: tuple[str, ...]) -> Non
 @click.option("--resume-policy")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def native(
-    words: tuple[str, ...], interface: str, program: str, command_at: int, inherited: bool, **settings: str | None
+    words: tuple[str, ...],
+    interface: str,
+    program: str,
+    command_at: int,
+    inherited: bool,
+    **settings: str | None,
 ) -> None:
     """A stock srun line made Everstep's. Started by the SPANK plugin, not by hand."""
     from everstep.launcher.native import take_over

@@ -141,7 +141,9 @@ def _prepare(line: Line, settings: Mapping[str, str], table: OptionTable) -> NoR
         cwd = Path(plan.chdir) if plan.chdir else None
         spec = torchrun.parse(srun.torchrun_arguments(line.command), cwd=cwd, on_node=False)
     else:
-        spec = plain_spec(line.command, retries=0 if settings.get("resume_policy") == "none" else WHOLE_RETRIES)
+        spec = plain_spec(
+            line.command, retries=0 if settings.get("resume_policy") == "none" else WHOLE_RETRIES
+        )
     srun.world_nodes(plan.nodes, options, spec.nnodes)
     if not Given.of(line.options, table).any("quiet"):
         for reason in plan.reasons:
@@ -160,7 +162,9 @@ def own_options(settings: Mapping[str, str], environ: Mapping[str, str]) -> own.
     try:
         words = shlex.split(environ.get(MORE_OPTIONS, ""))
     except ValueError as error:
-        raise UsageError(f"{MORE_OPTIONS} cannot be read ({error}): it holds options, as on a command line") from error
+        raise UsageError(
+            f"{MORE_OPTIONS} cannot be read ({error}): it holds options, as on a command line"
+        ) from error
     for name, value in settings.items():
         spelling = "--" + name.replace("_", "-")
         if spelling in known:
