@@ -14,7 +14,7 @@ install -o munge -g munge -m 0400 "$secrets/munge.key" /etc/munge/munge.key
 install -d -o munge -g munge -m 0755 /run/munge
 setpriv --reuid=munge --regid=munge --clear-groups /usr/sbin/munged
 
-cp /repo/docker/release-22.05/slurm.conf /repo/docker/slurm/plugstack.conf /repo/docker/slurm/cgroup.conf /etc/slurm/
+cp /repo/docker/release-22.05/slurm.conf /repo/docker/slurm/plugstack.conf /etc/slurm/
 mkdir -p /etc/slurm/plugstack.conf.d /var/spool/slurmctld /var/spool/slurmd
 /opt/everstep/bin/python /repo/docker/live.py
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_cluster import REPO, SHARED, Cluster, containers_exist
+from slurm_cluster import OLD, REPO, SHARED, Cluster, Layout, containers_exist
 
 HERE = Path(__file__).parent
 GRACE_S = 5.0  # how long a run's processes may outlive it
@@ -32,24 +32,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
     """The cluster. What is not up yet, engine included, is brought up here and taken down at the end."""
+    with _brought_up(pytestconfig, Layout()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def old_cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
+    """The second, small cluster, of Slurm 22.05; a test that asks for it runs there."""
+    with _brought_up(pytestconfig, OLD) as made:
+        yield made
+
+
+@contextmanager
+def _brought_up(config: pytest.Config, layout: Layout) -> Iterator[Cluster]:
     if os.environ.get("CLUSTER") == "0":
         pytest.skip("CLUSTER=0: without the containerized Slurm cluster")
-    with _only_session():
+    with _only_session(layout):
         engine_was_there = _output("docker/engine.sh", "status") != "none"
-        cluster_was_there = engine_was_there and containers_exist(_client())
+        cluster_was_there = engine_was_there and containers_exist(_client(), layout)
         try:
-            _bring_up(pytestconfig)
-            yield Cluster(_client())
+            _bring_up(config, layout)
+            yield Cluster(_client(), layout)
         finally:
+            if not cluster_was_there:
+                _output("docker/down.sh", *layout.release)
             if not engine_was_there:
-                _output("docker/down.sh", "--engine")
-            elif not cluster_was_there:
-                _output("docker/down.sh")
+                _output("docker/engine.sh", "stop")
+
+
+@pytest.fixture
+def here(request: pytest.FixtureRequest) -> Cluster:
+    """The cluster that this test runs on."""
+    name = "old_cluster" if "old_cluster" in request.fixturenames else "cluster"
+    found: Cluster = request.getfixturevalue(name)
+    return found
 
 
 @pytest.fixture(autouse=True)
-def clean_cluster(cluster: Cluster) -> Iterator[None]:
-    """Four idle nodes and an empty queue before each test; after it, nothing that it started may be left."""
+def clean_cluster(here: Cluster) -> Iterator[None]:
+    """Idle nodes and an empty queue before each test; after it, nothing that it started may be left."""
+    cluster = here
     cluster.clear()
     before = cluster.processes()
     yield
@@ -71,20 +93,24 @@ def clean_cluster(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(cluster: Cluster, request: pytest.FixtureRequest) -> str:
+def folder(here: Cluster, request: pytest.FixtureRequest) -> str:
     """An empty folder of this test's own in /shared, owned by hpc."""
     path = f"{SHARED}/tests/{re.sub(r'[^A-Za-z0-9_.-]+', '-', request.node.name)}"
-    cluster.exec("login", ["sh", "-c", 'rm -rf "$1" && mkdir -p "$1"', "sh", path])
+    here.exec("login", ["sh", "-c", 'rm -rf "$1" && mkdir -p "$1"', "sh", path])
     return path
 
 
-def _bring_up(config: pytest.Config) -> None:
+def _bring_up(config: pytest.Config, layout: Layout) -> None:
     """Run docker/up.sh and show what it says, since it may take minutes."""
     capture = config.pluginmanager.getplugin("capturemanager")
     said: list[str] = []
     with capture.global_and_fixture_disabled():
         up = subprocess.Popen(
-            ["docker/up.sh"], cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            ["docker/up.sh", *layout.release],
+            cwd=REPO,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for line in up.stderr or ():
             print(("" if said else "\n") + line, end="", file=sys.stderr, flush=True)
@@ -106,9 +132,9 @@ def _client() -> Any:
 
 
 @contextmanager
-def _only_session() -> Iterator[None]:
-    """One test session at a time uses this checkout's cluster; a second one waits."""
-    name = hashlib.sha256(str(REPO).encode()).hexdigest()[:12]
+def _only_session(layout: Layout) -> Iterator[None]:
+    """One test session at a time uses a cluster of this checkout; a second one waits."""
+    name = hashlib.sha256(str(layout.folder).encode()).hexdigest()[:12]
     with open(Path(tempfile.gettempdir()) / f"everstep-cluster-{name}.lock", "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,13 +12,13 @@ import subprocess
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 NODES = ("n1", "n2", "n3", "n4")
-MACHINES = ("controller", "login", *NODES)
 SHARED = "/shared"
 HPC_UID = 1000
 
@@ -121,11 +121,31 @@ class Running:
                 self._process.wait()
 
 
-class Cluster:
-    """The machines of this checkout's cluster (`controller`, `login`, `n1` to `n4`), by name."""
+@dataclass(frozen=True)
+class Layout:
+    """What tells one of this checkout's clusters from the other."""
 
-    def __init__(self, client: Any) -> None:
+    folder: Path = REPO  # of its compose file
+    nodes: tuple[str, ...] = NODES
+    services: Mapping[str, str] = field(default_factory=dict)  # where a machine's service has another name
+    release: tuple[str, ...] = ()  # what docker/up.sh and docker/down.sh are told
+
+
+OLD = Layout(
+    folder=REPO / "docker" / "release-22.05",
+    nodes=("old-n1", "old-n2"),
+    services={"controller": "old-controller", "login": "old-controller"},
+    release=("--release", "22.05"),
+)
+
+
+class Cluster:
+    """The machines of one of this checkout's clusters (`controller`, `login`, `n1` to `n4`), by name."""
+
+    def __init__(self, client: Any, layout: Layout | None = None) -> None:
         self._client = client
+        self._layout = layout or Layout()
+        self.nodes = self._layout.nodes
         self._started: list[Running] = []
 
     # -- running things ------------------------------------------------------------------------------------
@@ -240,7 +260,7 @@ class Cluster:
 
     def mend(self) -> None:
         """Undo every pause, kill and cut."""
-        for name in MACHINES:
+        for name in ("controller", "login", *self.nodes):
             container = self._container(name)
             if container.status == "paused":
                 container.unpause()
@@ -256,7 +276,10 @@ class Cluster:
     def node_state(self, name: str) -> set[str]:
         """Slurm's state of a node and its flags, such as {"DOWN", "NOT_RESPONDING"}."""
         said = self.exec("controller", ["scontrol", "show", "node", name, "--json"], user="root", timeout=20)
-        return set(json.loads(said.stdout)["nodes"][0]["state"])
+        node = json.loads(said.stdout)["nodes"][0]
+        if isinstance(node["state"], str):  # 22.05
+            return {node["state"].upper(), *node.get("state_flags", [])}
+        return set(node["state"])
 
     def wait_state(self, name: str, state: set[str], timeout: float = 60) -> None:
         """Wait until Slurm's state of a node, flags included, is just this."""
@@ -279,7 +302,7 @@ class Cluster:
     def _is_idle(self) -> bool:
         said = self.exec("controller", ["sinfo", "--noheader", "--Node", "--format=%N %T"], user="root")
         # A node is listed once for each of its partitions.
-        return set(said.stdout.splitlines()) == {f"{name} idle" for name in NODES} and not self.jobs()
+        return set(said.stdout.splitlines()) == {f"{name} idle" for name in self.nodes} and not self.jobs()
 
     def describe(self) -> str:
         """Nodes and jobs in a line, for messages."""
@@ -300,7 +323,7 @@ class Cluster:
         return self.exec("controller", ["scontrol", "ping"], user="root", check=False).returncode == 0
 
     def _idle_or_resumed(self) -> bool:
-        for name in NODES:
+        for name in self.nodes:
             state = self.node_state(name)
             # A node that Slurm has written off is asked for by hand; one that is only late comes by itself.
             if "DRAIN" in state or state == {"DOWN"}:
@@ -311,7 +334,7 @@ class Cluster:
     def processes(self) -> dict[str, set[Process]]:
         """The processes of user hpc on each machine that runs, zombies aside."""
         found: dict[str, set[Process]] = {}
-        for name in ("login", *NODES):
+        for name in ("login", *self.nodes):
             container = self._container(name)
             if container.status != "running":
                 continue
@@ -333,10 +356,13 @@ class Cluster:
     # -- the containers ------------------------------------------------------------------------------------
 
     def _container(self, service: str) -> Any:
-        labels = [f"com.docker.compose.project.working_dir={REPO}", f"com.docker.compose.service={service}"]
+        service = self._layout.services.get(service, service)
+        labels = [*_labels(self._layout), f"com.docker.compose.service={service}"]
         found = self._client.containers.list(all=True, filters={"label": labels})
         if not found:
-            raise LookupError(f"the cluster has no machine {service!r}; it has {', '.join(MACHINES)}")
+            raise LookupError(
+                f"the cluster has no machine {service!r}; it has {', '.join(self.nodes)} and two more"
+            )
         return found[0]
 
     def _network(self, service: str) -> Any:
@@ -344,10 +370,13 @@ class Cluster:
         return self._client.networks.get(f"{project}_default")
 
 
-def containers_exist(client: Any) -> bool:
-    """Whether this checkout's cluster is there, running or not."""
-    label = f"com.docker.compose.project.working_dir={REPO}"
-    return bool(client.containers.list(all=True, filters={"label": label}))
+def containers_exist(client: Any, layout: Layout) -> bool:
+    """Whether this cluster of this checkout is there, running or not."""
+    return bool(client.containers.list(all=True, filters={"label": _labels(layout)}))
+
+
+def _labels(layout: Layout) -> list[str]:
+    return [f"com.docker.compose.project.working_dir={layout.folder}"]
 
 
 def _argv(command: str | Sequence[str]) -> list[str]:

@@ -74,9 +74,7 @@ def test_a_replacement_node_joins_the_run_and_takes_the_rank(cluster: Cluster, j
 def test_no_node_is_free_so_the_job_is_requeued_without_the_bad_one_and_goes_on(
     cluster: Cluster, job: str
 ) -> None:
-    hog = cluster.exec(
-        "login", "sbatch --parsable --exclusive -w n4 -o /dev/null --wrap 'sleep 900'"
-    ).stdout.strip()
+    hog = cluster.exec("login", HOG).stdout.strip()
     run = Batch(cluster, job, "--replace-within 3", f"--checkpoint {job}/saved")
     bad = run.lose_rank_1()
     wait_until(lambda: run.field("JobState") == "PENDING", "the job is requeued", 60)
@@ -106,9 +104,7 @@ def test_a_preempted_job_saves_its_state_and_goes_on_when_it_is_its_turn_again(
 
 
 def test_scancel_leaves_a_checkpoint_and_no_job_in_the_queue(cluster: Cluster, job: str) -> None:
-    hog = cluster.exec(
-        "login", "sbatch --parsable --exclusive -w n4 -o /dev/null --wrap 'sleep 900'"
-    ).stdout.strip()
+    hog = cluster.exec("login", HOG).stdout.strip()
     run = Batch(cluster, job, script=f"--checkpoint {job}/saved")
     run.lose_rank_1()
     run.wait(lambda es: rungs(es) == ["replace"])

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, Running
-
-SCRIPT = (Path(__file__).parent / "scripts" / "train.py").read_text()
-STEPS = 80
-_calm: dict[str, str] = {}
-
-
-def events(cluster: Cluster, folder: str) -> list[dict]:
-    """What the run's events file says so far."""
-    text = cluster.exec("login", ["sh", "-c", f"cat {folder}/events.jsonl 2>/dev/null || true"]).stdout
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
-def wait_for_event(
-    cluster: Cluster, folder: str, run: Running, wanted: Callable[[list[dict]], bool], timeout: float = 180
-) -> list[dict]:
-    """Wait until the events so far are as wanted; the run's output is shown where they never are."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        so_far = events(cluster, folder)
-        if wanted(so_far):
-            return so_far
-        time.sleep(0.1)
-    raise AssertionError("waited in vain; the run said:\n" + run.output)
-
-
-def standbys(count: int) -> Callable[[list[dict]], bool]:
-    return lambda es: sum(e["event"] == "standby_ready" for e in es) >= count
-
-
-def worker_of(es: list[dict], rank: int) -> dict:
-    return next(e for e in es if e["event"] == "worker_started" and e["rank"] == rank)
-
-
-def digests(output: str) -> set[str]:
-    return set(re.findall(r"digest ([0-9a-f]{64})", output))
+from runs import (
+    SCRIPT,
+    STEPS,
+    Follower,
+    calm_digest,
+    digests,
+    events,
+    is_step_of,
+    standbys,
+    wait_for_event,
+    worker_of,
+)
+from slurm_cluster import Cluster
 
 
 def srun_line(folder: str, options: str = "-N3 -c2", workers: int = 1, script: str = "") -> str:
@@ -59,19 +33,6 @@ def job(cluster: Cluster, folder: str) -> str:
     """A folder on the shared file system with the training script in it."""
     cluster.write_shared(f"{folder}/train.py", SCRIPT)
     return folder
-
-
-def calm_digest(cluster: Cluster, folder: str, world: int) -> str:
-    """The digest of an undisturbed run, from embedded mode on the login node: the same numbers, no Slurm."""
-    key = str(world)
-    if key not in _calm:
-        done = cluster.exec(
-            "login",
-            f"cd {folder} && everstep run --nnodes {world} --standby 0 train.py --steps {STEPS} --pace 0",
-            timeout=180,
-        )
-        (_calm[key],) = digests(done.stdout)
-    return _calm[key]
 
 
 def test_a_killed_worker_is_replaced_on_its_node(cluster: Cluster, job: str) -> None:
@@ -91,8 +52,8 @@ def test_a_killed_node_is_replaced_by_the_spare_node(cluster: Cluster, job: str)
     victim = worker_of(so_far, 2)
     killed = time.time()
     cluster.kill_node(victim["node"])
-    after = wait_for_event(cluster, job, run, lambda es: any(_is_step_of(e, 2) for e in es), timeout=30)
-    took = next(e["t"] for e in after if _is_step_of(e, 2)) - killed
+    after = wait_for_event(cluster, job, run, lambda es: any(is_step_of(e, 2) for e in es), timeout=30)
+    took = next(e["t"] for e in after if is_step_of(e, 2)) - killed
     print(f"node killed -> next committed step: {took:.2f} s")
     assert run.wait(timeout=120) == 0, run.output
     assert digests(run.output) == {calm_digest(cluster, job, 3)}
@@ -107,11 +68,11 @@ def test_inside_sbatch_a_worker_and_then_a_node_are_lost(cluster: Cluster, job: 
         f"#SBATCH --output={job}/out.txt\n{line.replace('exec ', '')}\necho exit $?\n",
     )
     number = cluster.exec("login", f"sbatch --parsable {job}/job.sbatch").stdout.strip()
-    run = _Follower(cluster, job)
+    run = Follower(cluster, job)
     so_far = wait_for_event(cluster, job, run, standbys(4))
     victim = worker_of(so_far, 0)
     cluster.exec(victim["node"], ["kill", "-9", str(victim["pid"])])
-    so_far = wait_for_event(cluster, job, run, lambda es: any(_is_step_of(e, 0) for e in es), timeout=30)
+    so_far = wait_for_event(cluster, job, run, lambda es: any(is_step_of(e, 0) for e in es), timeout=30)
     lost = worker_of(so_far, 1)
     cluster.kill_node(lost["node"])
     wait_for_event(cluster, job, run, lambda es: es[-1]["event"] in ("finished", "failed"), timeout=120)
@@ -130,7 +91,7 @@ def test_an_allocation_without_no_kill_is_warned_of(cluster: Cluster, job: str) 
         f"#SBATCH --output={job}/out.txt\n{srun_line(job, '').replace('exec ', '')} --pace 0\necho exit $?\n",
     )
     cluster.exec("login", f"sbatch --wait {job}/job.sbatch", timeout=120)
-    output = _Follower(cluster, job).output
+    output = Follower(cluster, job).output
     assert re.search(r"WARNING: .*--no-kill", output), output
     assert output.splitlines()[-1] == "exit 0", output
 
@@ -151,20 +112,3 @@ def test_a_node_with_another_everstep_is_refused(cluster: Cluster, job: str) -> 
     )
     assert run.wait(timeout=60) == 64
     assert "torchrun" in run.output
-
-
-class _Follower:
-    """The output of a batch job, with the part of `Running` that the helpers above use."""
-
-    def __init__(self, cluster: Cluster, folder: str) -> None:
-        self._cluster, self._folder = cluster, folder
-
-    @property
-    def output(self) -> str:
-        return self._cluster.exec(
-            "login", ["sh", "-c", f"cat {self._folder}/out.txt 2>/dev/null || echo nothing yet"]
-        ).stdout
-
-
-def _is_step_of(event: dict, rank: int) -> bool:
-    return event["event"] == "step" and event["rank"] == rank and event["generation"] > 1

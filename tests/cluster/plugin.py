@@ -1,0 +1,72 @@
+"""The SPANK plugin on a test cluster: compiled there, put on every machine, and taken away again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from slurm_cluster import Cluster
+
+CONF = "/etc/slurm/plugstack.conf.d"
+LINE = f"{CONF}/everstep.conf"
+MAKE = "make -s -C /repo/slurm_spank BUILD=/tmp/everstep-spank"
+
+
+@contextmanager
+def installed(cluster: Cluster) -> Iterator[None]:
+    """Everstep's plugin, and one that registers --container-image, on every machine."""
+    root = "/shared/spank"
+    build = (
+        f"set -e; rm -rf {root}; {MAKE} install DESTDIR={root}; "
+        f"gcc -Wall -Wextra -Werror -fPIC -shared -o $(dirname $(find {root} -name everstep.so))/image.so "
+        f"/repo/tests/cluster/scripts/image_plugin.c; echo 'optional image.so' > {root}{CONF}/image.conf"
+    )
+    cluster.exec("login", ["sh", "-c", build], user="root", timeout=120)
+    machines = ("login", *cluster.nodes)
+    for machine in machines:
+        cluster.exec(machine, ["cp", "-r", f"{root}/.", "/"], user="root")
+    try:
+        yield
+    finally:
+        cluster.mend()
+        for machine in machines:
+            cluster.exec(machine, ["sh", "-c", f"rm -f {CONF}/everstep.conf {CONF}/image.conf"], user="root")
+
+
+@contextmanager
+def configured(cluster: Cluster, arguments: str) -> Iterator[None]:
+    """Another line in plugstack.conf, where srun and sbatch are typed."""
+    keep = f"cp {LINE} /tmp/line && echo 'optional everstep.so {arguments}' > {LINE}"
+    cluster.exec("login", ["sh", "-c", keep], user="root")
+    try:
+        yield
+    finally:
+        cluster.exec("login", ["cp", "/tmp/line", LINE], user="root")
+
+
+@contextmanager
+def taken_out(cluster: Cluster) -> Iterator[None]:
+    """srun without the plugin."""
+    cluster.exec("login", ["mv", LINE, "/tmp/line"], user="root")
+    try:
+        yield
+    finally:
+        cluster.exec("login", ["mv", "/tmp/line", LINE], user="root")
+
+
+def need(cluster: Cluster, *tools: str) -> None:
+    """Debian's tools on the login machine; the test is skipped where they cannot be had."""
+    missing = " || ".join(f"! command -v {tool}" for tool in tools)
+    get = f"apt-get update -qq && apt-get install -qq -y --no-install-recommends {' '.join(tools)}"
+    done = cluster.exec(
+        "login", ["sh", "-c", f"if {missing}; then {get}; fi"], user="root", timeout=180, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"{', '.join(tools)} cannot be installed: {done.stderr.strip()[-200:]}")
+
+
+def checked(cluster: Cluster) -> str:
+    """What `make check` says on the login machine."""
+    need(cluster, "valgrind")
+    return cluster.exec("login", f"{MAKE} check", user="root", timeout=240).stdout

@@ -1,0 +1,281 @@
+"""`srun --auto-resume=1 torchrun …` by the SPANK plugin: the line as it stands, and nothing else touched."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import plugin
+import pytest
+from runs import (
+    SCRIPT,
+    STEPS,
+    Follower,
+    calm_digest,
+    digests,
+    events,
+    is_step_of,
+    standbys,
+    wait_for_event,
+    worker_of,
+)
+from slurm_cluster import Cluster
+
+pytestmark = pytest.mark.usefixtures("spank")
+SEEN_ONCE = "[ -e {folder}/seen ] || {{ touch {folder}/seen; exit 9; }}"
+
+
+@pytest.fixture(scope="module")
+def spank(cluster: Cluster) -> Iterator[None]:
+    with plugin.installed(cluster):
+        yield
+
+
+@pytest.fixture
+def job(cluster: Cluster, folder: str) -> str:
+    """A folder on the shared file system with the training script in it."""
+    cluster.write_shared(f"{folder}/train.py", SCRIPT)
+    return folder
+
+
+def train(folder: str, srun_options: str, workers: int = 1) -> str:
+    """A stock line, but for --auto-resume."""
+    line = f"srun --auto-resume=1 {srun_options} torchrun --nproc-per-node {workers} train.py --steps {STEPS}"
+    return f"cd {folder} && export EVERSTEP_OPTIONS='--events {folder}/events.jsonl' && {line}"
+
+
+def said(cluster: Cluster, line: str, folder: str, timeout: float = 60) -> tuple[int, str]:
+    """A line's exit code and all it says."""
+    done = cluster.exec("login", f"cd {folder}; {line}", check=False, timeout=timeout)
+    return done.returncode, done.stdout + done.stderr
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_worker_of_a_stock_line_is_replaced(cluster: Cluster, job: str) -> None:
+    run = cluster.popen("login", train(job, "-N3 -c2", workers=2))
+    so_far = wait_for_event(cluster, job, run, standbys(3))
+    victim = worker_of(so_far, 3)
+    cluster.exec(victim["node"], ["kill", "-9", str(victim["pid"])])
+    assert run.wait(timeout=120) == 0, run.output
+    assert digests(run.output) == {calm_digest(cluster, job, 6)}
+    assert [e["kind"] for e in events(cluster, job) if e["event"] == "fault"] == ["SIGKILL"]
+
+
+def test_a_node_of_a_stock_line_is_replaced_by_the_spare_one(cluster: Cluster, job: str) -> None:
+    run = cluster.popen("login", train(job, "-N4 -c2 --spare-nodes=1 --standby=0"))
+    so_far = wait_for_event(cluster, job, run, standbys(1))
+    cluster.kill_node(worker_of(so_far, 2)["node"])
+    assert run.wait(timeout=120) == 0, run.output
+    assert digests(run.output) == {calm_digest(cluster, job, 3)}
+    assert [e["kind"] for e in events(cluster, job) if e["event"] == "fault"] == ["node"]
+    assert cluster.jobs() == []
+
+
+def test_given_to_sbatch_it_reaches_the_torchrun_inside_and_the_job_outlives_its_node(
+    cluster: Cluster, job: str
+) -> None:
+    line = f"srun --container-image=img torchrun --nproc-per-node 1 train.py --steps {STEPS}"
+    cluster.write_shared(
+        f"{job}/job.sbatch",
+        "#!/bin/bash\n#SBATCH --nodes=4 --cpus-per-task=2 --auto-resume --spare-nodes=1 --export=NIL\n"
+        f"#SBATCH --container-image=job-img --output={job}/out.txt\n. /etc/profile\ncd {job}\n"
+        "srun -N1 -n1 hostname\nsrun -N1 -n1 printenv TEST_IMAGE\n"
+        f"export EVERSTEP_OPTIONS='--events {job}/events.jsonl'\n{line}\necho exit $?\n",
+    )
+    cluster.exec("login", f"sbatch {job}/job.sbatch", cwd=job)
+    run = Follower(cluster, job)
+    so_far = wait_for_event(cluster, job, run, standbys(4))
+    victim = worker_of(so_far, 0)
+    cluster.exec(victim["node"], ["kill", "-9", str(victim["pid"])])
+    so_far = wait_for_event(cluster, job, run, lambda es: any(is_step_of(e, 0) for e in es), timeout=30)
+    cluster.kill_node(worker_of(so_far, 1)["node"])
+    run.wait_for_last_line("exit ", timeout=120)
+    output = run.output.splitlines()
+    assert output[-1] == "exit 0", run.output
+    assert digests(run.output) == {calm_digest(cluster, job, 3)}
+    assert "WARNING" not in run.output, run.output
+    assert output[0] in ("n1", "n2", "n3", "n4") and output[1] == "job-img", "other steps are as ever"
+
+
+# --- commands that are not torchrun's -------------------------------------------------------------
+
+
+def test_a_failed_command_is_started_again_on_all_nodes(cluster: Cluster, folder: str) -> None:
+    script = (
+        f"echo try $SLURM_PROCID of $SLURM_NTASKS; [ $SLURM_PROCID = 0 ] || {SEEN_ONCE.format(folder=folder)}"
+    )
+    code, text = said(cluster, f"srun -N2 -n2 -Q --auto-resume=1 sh -c '{script}'", folder)
+    assert code == 0, text
+    assert Counter(re.findall(r"^try \d of \d$", text, re.MULTILINE)) == {"try 0 of 2": 2, "try 1 of 2": 2}
+
+
+def test_a_command_that_always_fails_ends_with_its_own_code(cluster: Cluster, folder: str) -> None:
+    code, text = said(cluster, "srun -N2 -Q --auto-resume=1 sh -c 'echo try; exit 3'", folder)
+    assert code == 3, text
+    assert text.count("try\n") >= 4  # the first time, and three more
+    code, text = said(
+        cluster, "srun -N1 -Q --auto-resume=1 --resume-policy=none sh -c 'echo try; exit 3'", folder
+    )
+    assert (code, text.count("try\n")) == (3, 1), text
+
+
+def test_other_options_keep_their_meaning(cluster: Cluster, folder: str) -> None:
+    """--jobid from outside, --gres, --mem, -c, --export and another plugin's option, all at once."""
+    job = cluster.exec("login", "salloc --no-shell -N3 -c2 --gres=gpu:2 --no-kill 2>&1").stdout
+    number = re.search(r"allocation (\d+)", job)
+    assert number, job
+    show = "echo $SLURM_NNODES $SLURM_CPUS_PER_TASK $CUDA_VISIBLE_DEVICES $SLURM_MEM_PER_NODE $TEST_IMAGE ${MINE-none}"
+    options = f"--jobid={number[1]} -N2 -c2 --gres=gpu:1 --mem=100 --container-image img --export=NONE"
+    code, text = said(cluster, f"MINE=1 srun -Q --auto-resume=1 {options} /bin/sh -c '{show}'", folder)
+    assert code == 0, text
+    assert [line for line in text.splitlines() if "img" in line] == ["2 2 0 100 img none"] * 2, text
+    assert "WARNING" not in text
+
+
+def test_an_interactive_step_is_left_as_it_is(cluster: Cluster, folder: str) -> None:
+    code, text = said(
+        cluster, "srun -N1 --auto-resume=1 --pty sh -c 'env | grep -c EVERSTEP; true' < /dev/null", folder
+    )
+    assert code == 0, text
+    assert "--pty: an interactive step is left as it is" in text and "agent" not in text
+    assert text.splitlines()[-1].strip() == "0"
+
+
+# --- refusals, before anything starts ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ("--auto-resume=yes", 1, "--auto-resume: 0 or 1 is wanted"),
+        ("--auto-resume=1 --standby=many", 1, "--standby: a whole number"),
+        ("--auto-resume=1 --spare-nodes=-1", 1, "--spare-nodes: a whole number"),
+        ("--auto-resume=1 --resume-policy=spares", 1, "--resume-policy: all, none, or some of"),
+        ("--auto-resume=1 -n4", 64, "-n4 is not one task on each of 2 nodes"),
+        ("--auto-resume=1 --spare-nodes=2", 64, "leaves no node of 2 to train on"),
+        ("--auto-resume=1 torchrun nothere.py :", 64, "heterogeneous"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_cure(
+    cluster: Cluster, folder: str, options: str, code: int, words: str
+) -> None:
+    got, text = said(cluster, f"srun -N2 {options} hostname", folder)
+    assert (got, words in text) == (code, True), text
+    assert "Traceback" not in text and not re.search(r"^n\d$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("everstep=/nowhere/everstep", "/nowhere/everstep is not here or cannot be executed"),
+        ("everstep=bin/everstep", "plugstack.conf is wrong: everstep=bin/everstep: a full path is wanted"),
+        ("standby=many", "plugstack.conf is wrong: standby=many"),
+        ("users=ann,bob", "--auto-resume is not open to you"),
+        ("groups=gpu", "--auto-resume is not open to you"),
+        ("everstep=/bin/false", ""),
+    ],
+)
+def test_what_the_site_did_wrong_is_said_to_those_who_ask_for_it(
+    cluster: Cluster, folder: str, arguments: str, words: str
+) -> None:
+    with plugin.configured(cluster, arguments):
+        code, text = said(cluster, "srun -N1 --auto-resume=1 hostname", folder)
+        assert code != 0 and words in text and not re.search(r"^n\d$", text, re.MULTILINE), text
+        code, text = said(cluster, "srun -N1 hostname", folder)
+        assert code == 0 and "everstep" not in text, text
+
+
+def test_a_site_can_have_it_on_for_all_torchruns_of_some(cluster: Cluster, job: str) -> None:
+    with plugin.configured(cluster, "auto_resume=1 groups=hpc users=ann"):
+        code, text = said(cluster, "srun -N1 hostname", job)
+        assert code == 0 and "everstep" not in text, text
+        code, text = said(cluster, "srun -N1 torchrun nothere.py", job)
+        assert code == 64 and "nothere.py: no such script" in text, text
+
+
+def test_a_node_without_everstep_ends_the_step_and_is_named(cluster: Cluster, folder: str) -> None:
+    hide, unhide = (
+        ["mv", *(f"/opt/everstep/bin/everstep{end}" for end in ends)] for ends in (("", "-"), ("-", ""))
+    )
+    cluster.exec("n2", hide, user="root")
+    try:
+        code, text = said(cluster, "srun -N2 --nodelist=n[1-2] --auto-resume=1 sleep 1", folder)
+    finally:
+        cluster.exec("n2", unhide, user="root")
+    assert code == 64, text
+    assert "everstep cannot be started on n2" in text
+
+
+# --- what is not ours --------------------------------------------------------------------------------
+
+
+def test_a_stock_srun_is_untouched(cluster: Cluster, folder: str) -> None:
+    plugin.need(cluster, "strace")
+    with_it, env_with = _traced(cluster, folder, "with")
+    with plugin.taken_out(cluster):
+        without, env_without = _traced(cluster, folder, "without")
+    own = {call for call in with_it if "everstep" in call}
+    assert own and all(call.startswith("openat") for call in own), (
+        own
+    )  # its file and its line in plugstack.conf
+    assert {call: n for call, n in with_it.items() if call not in own} == without
+    assert env_with == env_without
+
+
+def test_sbatch_without_it_makes_the_same_job(cluster: Cluster, folder: str) -> None:
+    """Also where the script has an argument of that name."""
+    made = cluster.exec(
+        "login",
+        "sbatch --wait --output=out.txt --wrap 'printenv' ; grep -c EVERSTEP out.txt",
+        cwd=folder,
+        check=False,
+    )
+    assert made.stdout.splitlines()[-1] == "0"
+    cluster.write_shared(f"{folder}/args.sh", "#!/bin/sh\necho $@\nenv | grep -E 'NO_KILL|everstep'\n")
+    cluster.exec("login", "sbatch --wait --output=args.txt args.sh --auto-resume=1", cwd=folder, check=False)
+    assert cluster.read_shared(f"{folder}/args.txt") == "--auto-resume=1\n"
+
+
+def test_a_script_from_a_pipe_is_warned_of(cluster: Cluster, folder: str) -> None:
+    script = "printf '#!/bin/sh\\nenv\\n'"
+    text = said(cluster, f"{script} | sbatch --wait --auto-resume=1 --output=piped.txt", folder)[1]
+    assert "WARNING" in text and "#SBATCH --no-kill" in text
+    text = said(
+        cluster, f"{script} > s; sbatch --wait --auto-resume=1 --output=file.txt < s; cat file.txt", folder
+    )[1]
+    assert "WARNING" not in text and "SBATCH_NO_KILL=set" in text
+
+
+def test_the_plugin_passes_its_own_check(cluster: Cluster) -> None:
+    text = plugin.checked(cluster)
+    assert "analyzer: nothing found" in text and "all is so" in text and "not installed" not in text
+
+
+def _traced(cluster: Cluster, folder: str, name: str) -> tuple[Counter[str], list[str]]:
+    """The processes, connections and files of a plain srun, and its task's environment."""
+    calls = "execve,fork,vfork,clone,clone3,connect,openat,open"
+    line = f"strace -f -qq -s 300 -e trace={calls} -o {name}.strace srun -N1 --nodelist=n1 env"
+    done = cluster.exec("login", f"cd {folder}; {line}")
+    text = cluster.read_shared(f"{folder}/{name}.strace")
+    found = Counter(
+        _without_numbers(call)
+        for line in text.splitlines()
+        if (call := _call(line)) and not call.startswith(("clone3", "clone(")) or "CLONE_THREAD" not in line
+        if call
+    )
+    changing = re.compile(r"^SLURM_(JOB_?ID|JOB_(START|END)_TIME|SRUN_COMM_PORT|TASK_PID|LAUNCH_NODE.*)=")
+    return found, sorted(line for line in done.stdout.splitlines() if not changing.match(line))
+
+
+def _call(line: str) -> str:
+    found = re.match(r"\d+\s+(\w+\(.*)", line)
+    return found[1] if found else ""
+
+
+def _without_numbers(call: str) -> str:
+    call = re.sub(r"\s+(=|<unfinished).*", "", call)
+    call = re.sub(r"0x[0-9a-f]+|/proc/\d+|child_tidptr.*|/\* \d+ vars \*/", "", call)
+    return re.sub(r"htons\(\d+\)|\(\d+, ", "(", call) if "sa_family" in call else call
