@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from everstep.launcher.agent import Post
 
 _OVERDUE = 10.0  # seconds that a step may outlive its run
+_OVERDUE_AT_THE_END = 2.0  # the same, where the job is being ended anyway
 _WINDING = 60.0  # seconds for the end of a run in order, besides the grace of its last step
 
 
@@ -87,7 +88,10 @@ def _run(argv: Sequence[str], env: Mapping[str, str], ear: Ear) -> int:
     # If we are killed outright, srun is told to stop, and passes that on to the agents.
     process = subprocess.Popen(list(argv), env=dict(env), preexec_fn=lambda: die_with_parent(signal.SIGTERM))
 
+    told_to_stop: list[int] = []
+
     def pass_on(number: int, frame: FrameType | None) -> None:
+        told_to_stop.append(number)
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
 
@@ -95,27 +99,31 @@ def _run(argv: Sequence[str], env: Mapping[str, str], ear: Ear) -> int:
     previous = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        return _outcome(process, ear)
+        return _outcome(process, ear, told_to_stop)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _outcome(process: subprocess.Popen[bytes], ear: Ear) -> int:
+def _outcome(process: subprocess.Popen[bytes], ear: Ear, told_to_stop: Sequence[int]) -> int:
     """The run's exit code: what its coordinator says, else srun's own."""
     told: int | None = None
-    overdue = float("inf")
+    over = 0.0
+    ending = False
     while process.poll() is None:
         if told is None:
             told = ear.heard(timeout=0.3)
-            if told is not None:
-                overdue = time.monotonic() + _OVERDUE
-        else:
-            time.sleep(0.05)
-        if time.monotonic() > overdue:
+            over = time.monotonic()
+            continue
+        time.sleep(0.05)
+        # srun waits long for a node that is dead, and a job that is being ended has no time for that.
+        late = time.monotonic() - over > (_OVERDUE_AT_THE_END if told_to_stop else _OVERDUE)
+        if late and (ending or told_to_stop):
+            process.kill()
+        elif late:
             _say("the run is over and some agents are still there: ending the step")
             process.terminate()
-            overdue = time.monotonic() + _OVERDUE
+            ending, over = True, time.monotonic()
     if told is None:
         told = ear.heard(timeout=0.5)
     if told is not None:

@@ -263,7 +263,7 @@ def _traced(cluster: Cluster, folder: str, name: str) -> tuple[Counter[str], lis
     found = Counter(
         _without_numbers(call)
         for line in text.splitlines()
-        if (call := _call(line)) and not call.startswith(("clone3", "clone(")) or "CLONE_THREAD" not in line
+        if ((call := _call(line)) and not call.startswith(("clone3", "clone("))) or "CLONE_THREAD" not in line
         if call
     )
     changing = re.compile(r"^SLURM_(JOB_?ID|JOB_(START|END)_TIME|SRUN_COMM_PORT|TASK_PID|LAUNCH_NODE.*)=")
