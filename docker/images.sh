@@ -43,10 +43,11 @@ build() {
     docker image prune --force --filter label=everstep.inputs > /dev/null
 }
 
-build docker/Dockerfile . "$(cat docker/Dockerfile docker/wheels/.complete docker/requirements.py | sha256sum | cut -d' ' -f1)"
+build docker/Dockerfile . \
+    "$(cat docker/Dockerfile docker/wheels/.complete docker/requirements.py | sha256sum | cut -d' ' -f1)"
 if [ "${1:-}" = --release ]; then
     use_release "$2"
     get_base
-    main=$(docker image inspect -f '{{.Id}}' $MAIN_IMAGE)
-    build docker/release-22.05/Dockerfile docker/release-22.05 "$( (cat docker/release-22.05/Dockerfile; echo "$main") | sha256sum | cut -d' ' -f1)"
+    build docker/release-22.05/Dockerfile docker/release-22.05 \
+        "$(cat docker/release-22.05/Dockerfile docker/wheels/.complete | sha256sum | cut -d' ' -f1)"
 fi

@@ -29,7 +29,6 @@ compose_command() {
 compose() { $(compose_command) "$@"; }
 
 # The options that up.sh and down.sh share: which cluster is meant. `--release 22.05` is the second, small one.
-MAIN_IMAGE=$IMAGE
 use_release() {
     [ "$1" = 22.05 ] || fail "--release $1: there is a second cluster of release 22.05 only"
     export COMPOSE_FILE=docker/release-22.05/compose.yml

@@ -4,9 +4,9 @@
       -> (plugin) everstep native … -- srun --auto-resume=1 -N3 torchrun train.py
       -> (here)   srun --no-kill … --auto-resume=1 -N3 torchrun train.py
 
-The process stays the same one throughout, so terminals, signals and whoever waits for srun notice nothing. The
-line is checked as `everstep srun` checks it. The agents' orders travel under names that srun passes on whatever
---export says; on the nodes the plugin puts `everstep agent --task` before the command (see task.py).
+The process stays the same one throughout, so terminals, signals and whoever waits for srun notice nothing.
+The line is checked as `everstep srun` checks it. The agents' orders travel under names that srun passes on
+whatever --export says; on the nodes the plugin puts `everstep agent --task` before the command (see task.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTERFACE = "1"
 """What the plugin and the launcher agree on; EVERSTEP_INTERFACE in slurm_spank/everstep.h."""
 
 CARRIED = "SLURM_"
-"""Before the name of each of the agents' variables on their way: srun passes SLURM_ on whatever --export says."""
+"""Before the name of each of the agents' variables on their way: srun passes SLURM_ on in any case."""
 
 PATH_VARIABLE = "SLURM_EVERSTEP_PATH"
 NO_KILL_VARIABLE = "SLURM_EVERSTEP_NO_KILL"
@@ -87,8 +87,8 @@ def take_over(
     if interface != INTERFACE:
         raise UsageError(
             f"the SPANK plugin speaks to Everstep by interface {interface}, and everstep "
-            f"{importlib.metadata.version('everstep')} ({sys.prefix}) by {INTERFACE}: install the plugin of this "
-            "Everstep, or name the other one (everstep= in plugstack.conf)"
+            f"{importlib.metadata.version('everstep')} ({sys.prefix}) by {INTERFACE}: install the plugin of "
+            "this Everstep, or name the other one (everstep= in plugstack.conf)"
         )
     line = Line.cut(program, words, command_at)
     if "EVERSTEP_AGENT" in os.environ:
@@ -118,8 +118,8 @@ def _prepare(line: Line, settings: Mapping[str, str], table: OptionTable) -> NoR
         environ.setdefault("SBATCH_NO_KILL", "set")  # ours, which --export=NONE has kept out of the job
     if ":" in line.command:
         raise UsageError(
-            "a word `:` begins another component of a heterogeneous step, and Everstep runs only one: start one "
-            "srun for it, without `:`"
+            "a word `:` begins another component of a heterogeneous step, and Everstep runs only one: "
+            "start one srun for it, without `:`"
         )
     allocation = srun.find_allocation(line.options, environ, CliJson(environ=environ), table)
     plan = srun.plan(
@@ -173,7 +173,7 @@ def own_options(settings: Mapping[str, str], environ: Mapping[str, str]) -> own.
 
 
 def plain_spec(command: Sequence[str], retries: int) -> torchrun.WorkerSpec:
-    """PURE. A command that is not torchrun's: one worker a node runs it as it is, all of them again where one fails."""
+    """PURE. A command that is not torchrun's: one on each node as it is, all again where one fails."""
     script = next((word for word in command if word.endswith(".py")), None)
     return torchrun.WorkerSpec(
         nproc_per_node=1, max_restarts=retries, command=tuple(command), script=script, plain=True
@@ -219,7 +219,7 @@ def _become(line: Line, added: Sequence[str], env: Mapping[str, str], unset: Seq
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(line.program, [line.name, *added, *line.options, *separator, *line.command], environ)
+    os.execve(line.program, [line.name, *added, *line.options, *separator, *line.command], environ)  # noqa: S606
 
 
 def _say(text: str) -> None:

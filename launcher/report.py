@@ -1,4 +1,4 @@
-"""The last word: from the coordinator's agent back to `everstep srun` or to srun, which may be on another host."""
+"""The last word: from the coordinator's agent back to `everstep srun` or srun, maybe on another host."""
 
 from __future__ import annotations
 

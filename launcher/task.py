@@ -1,7 +1,7 @@
 """`everstep agent --task`: the node agent in the place of a step's task, put there by the SPANK plugin.
 
-It differs from the agent that `everstep srun` starts only in how its orders come: srun carries them under names
-that begin with SLURM_ (see native.py), and the run's exit code goes back to srun itself.
+It differs from the agent that `everstep srun` starts only in how its orders come: srun carries them under
+names that begin with SLURM_ (see native.py), and the run's exit code goes back to srun itself.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from runs import (
 from slurm_cluster import Cluster
 
 pytestmark = pytest.mark.usefixtures("spank")
-SEEN_ONCE = "[ -e {folder}/seen ] || {{ touch {folder}/seen; exit 9; }}"
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +103,8 @@ def test_given_to_sbatch_it_reaches_the_torchrun_inside_and_the_job_outlives_its
 
 
 def test_a_failed_command_is_started_again_on_all_nodes(cluster: Cluster, folder: str) -> None:
-    script = (
-        f"echo try $SLURM_PROCID of $SLURM_NTASKS; [ $SLURM_PROCID = 0 ] || {SEEN_ONCE.format(folder=folder)}"
-    )
+    once = f"[ -e {folder}/seen ] || {{ touch {folder}/seen; exit 9; }}"
+    script = f"echo try $SLURM_PROCID of $SLURM_NTASKS; [ $SLURM_PROCID = 0 ] || {once}"
     code, text = said(cluster, f"srun -N2 -n2 -Q --auto-resume=1 sh -c '{script}'", folder)
     assert code == 0, text
     assert Counter(re.findall(r"^try \d of \d$", text, re.MULTILINE)) == {"try 0 of 2": 2, "try 1 of 2": 2}
@@ -127,65 +125,60 @@ def test_other_options_keep_their_meaning(cluster: Cluster, folder: str) -> None
     job = cluster.exec("login", "salloc --no-shell -N3 -c2 --gres=gpu:2 --no-kill 2>&1").stdout
     number = re.search(r"allocation (\d+)", job)
     assert number, job
-    show = "echo $SLURM_NNODES $SLURM_CPUS_PER_TASK $CUDA_VISIBLE_DEVICES $SLURM_MEM_PER_NODE $TEST_IMAGE ${MINE-none}"
+    shown = ("SLURM_NNODES", "SLURM_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "TEST_IMAGE")
+    show = f"echo {' '.join(f'${name}' for name in shown)} ${{MINE-none}}"
     options = f"--jobid={number[1]} -N2 -c2 --gres=gpu:1 --mem=100 --container-image img --export=NONE"
     code, text = said(cluster, f"MINE=1 srun -Q --auto-resume=1 {options} /bin/sh -c '{show}'", folder)
     assert code == 0, text
-    assert [line for line in text.splitlines() if "img" in line] == ["2 2 0 100 img none"] * 2, text
-    assert "WARNING" not in text
+    assert [line for line in text.splitlines() if "img" in line] == ["2 2 0 img none"] * 2, text
+    cluster.exec("login", ["scancel", number[1]])
 
 
 def test_an_interactive_step_is_left_as_it_is(cluster: Cluster, folder: str) -> None:
-    code, text = said(
-        cluster, "srun -N1 --auto-resume=1 --pty sh -c 'env | grep -c EVERSTEP; true' < /dev/null", folder
-    )
-    assert code == 0, text
-    assert "--pty: an interactive step is left as it is" in text and "agent" not in text
-    assert text.splitlines()[-1].strip() == "0"
+    step = "srun -N1 --auto-resume=1 --pty sh -c 'tty; env | grep -c EVERSTEP_'"
+    code, text = said(cluster, f'script -qc "{step}" /dev/null', folder)
+    assert "--pty: an interactive step is left as it is" in text
+    assert re.search(r"^/dev/pts/\d+\s+0$", text, re.MULTILINE), text
 
 
 # --- refusals, before anything starts ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        ("--auto-resume=yes", 1, "--auto-resume: 0 or 1 is wanted"),
-        ("--auto-resume=1 --standby=many", 1, "--standby: a whole number"),
-        ("--auto-resume=1 --spare-nodes=-1", 1, "--spare-nodes: a whole number"),
-        ("--auto-resume=1 --resume-policy=spares", 1, "--resume-policy: all, none, or some of"),
-        ("--auto-resume=1 -n4", 64, "-n4 is not one task on each of 2 nodes"),
-        ("--auto-resume=1 --spare-nodes=2", 64, "leaves no node of 2 to train on"),
-        ("--auto-resume=1 torchrun nothere.py :", 64, "heterogeneous"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_cure(
-    cluster: Cluster, folder: str, options: str, code: int, words: str
-) -> None:
-    got, text = said(cluster, f"srun -N2 {options} hostname", folder)
-    assert (got, words in text) == (code, True), text
-    assert "Traceback" not in text and not re.search(r"^n\d$", text, re.MULTILINE)
+def test_what_cannot_work_is_refused_with_the_cure(cluster: Cluster, folder: str) -> None:
+    refusals = {
+        "--auto-resume=yes": "--auto-resume: 0 or 1 is wanted",
+        "--auto-resume=1 --standby=many": "--standby: a whole number",
+        "--auto-resume=1 --spare-nodes=-1": "--spare-nodes: a whole number",
+        "--auto-resume=1 --resume-policy=spares": "--resume-policy: all, none, or some of",
+        "--auto-resume=1 -n4": "-n4 is not one task on each of 2 nodes",
+        "--auto-resume=1 --spare-nodes=2": "leaves no node of 2 to train on",
+        "--auto-resume=1 hostname :": "heterogeneous",
+    }
+    for options, words in refusals.items():
+        _refused(cluster, folder, f"srun -N2 {options} hostname", words)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("everstep=/nowhere/everstep", "/nowhere/everstep is not here or cannot be executed"),
-        ("everstep=bin/everstep", "plugstack.conf is wrong: everstep=bin/everstep: a full path is wanted"),
-        ("standby=many", "plugstack.conf is wrong: standby=many"),
-        ("users=ann,bob", "--auto-resume is not open to you"),
-        ("groups=gpu", "--auto-resume is not open to you"),
-        ("everstep=/bin/false", ""),
-    ],
-)
-def test_what_the_site_did_wrong_is_said_to_those_who_ask_for_it(
-    cluster: Cluster, folder: str, arguments: str, words: str
-) -> None:
-    with plugin.configured(cluster, arguments):
-        code, text = said(cluster, "srun -N1 --auto-resume=1 hostname", folder)
-        assert code != 0 and words in text and not re.search(r"^n\d$", text, re.MULTILINE), text
+def test_what_the_site_did_wrong_is_said_to_those_who_ask_for_it(cluster: Cluster, folder: str) -> None:
+    refusals = {
+        "everstep=/nowhere/everstep": "/nowhere/everstep is not here or cannot be executed",
+        "everstep=/bin/false": "",
+        "everstep=bin/everstep": "plugstack.conf is wrong: everstep=bin/everstep: a full path is wanted",
+        "standby=many": "plugstack.conf is wrong: standby=many",
+        "users=ann,bob": "--auto-resume is not open to you",
+        "groups=gpu": "--auto-resume is not open to you",
+    }
+    for arguments, words in refusals.items():
+        with plugin.configured(cluster, arguments):
+            _refused(cluster, folder, "srun -N1 --auto-resume=1 hostname", words)
+    with plugin.configured(cluster, "everstep=/nowhere/everstep auto_resume=maybe"):
         code, text = said(cluster, "srun -N1 hostname", folder)
         assert code == 0 and "everstep" not in text, text
+
+
+def _refused(cluster: Cluster, folder: str, line: str, words: str) -> None:
+    code, text = said(cluster, line, folder)
+    assert code != 0 and words in text, text
+    assert "Traceback" not in text and not re.search(r"^n\d$", text, re.MULTILINE), text
 
 
 def test_a_site_can_have_it_on_for_all_torchruns_of_some(cluster: Cluster, job: str) -> None:
@@ -197,14 +190,12 @@ def test_a_site_can_have_it_on_for_all_torchruns_of_some(cluster: Cluster, job: 
 
 
 def test_a_node_without_everstep_ends_the_step_and_is_named(cluster: Cluster, folder: str) -> None:
-    hide, unhide = (
-        ["mv", *(f"/opt/everstep/bin/everstep{end}" for end in ends)] for ends in (("", "-"), ("-", ""))
-    )
-    cluster.exec("n2", hide, user="root")
+    here, hidden = "/opt/everstep/bin/everstep", "/opt/everstep/bin/hidden"
+    cluster.exec("n2", ["mv", here, hidden], user="root")
     try:
         code, text = said(cluster, "srun -N2 --nodelist=n[1-2] --auto-resume=1 sleep 1", folder)
     finally:
-        cluster.exec("n2", unhide, user="root")
+        cluster.exec("n2", ["mv", hidden, here], user="root")
     assert code == 64, text
     assert "everstep cannot be started on n2" in text
 
@@ -213,7 +204,6 @@ def test_a_node_without_everstep_ends_the_step_and_is_named(cluster: Cluster, fo
 
 
 def test_a_stock_srun_is_untouched(cluster: Cluster, folder: str) -> None:
-    plugin.need(cluster, "strace")
     with_it, env_with = _traced(cluster, folder, "with")
     with plugin.taken_out(cluster):
         without, env_without = _traced(cluster, folder, "without")
@@ -225,16 +215,8 @@ def test_a_stock_srun_is_untouched(cluster: Cluster, folder: str) -> None:
     assert env_with == env_without
 
 
-def test_sbatch_without_it_makes_the_same_job(cluster: Cluster, folder: str) -> None:
-    """Also where the script has an argument of that name."""
-    made = cluster.exec(
-        "login",
-        "sbatch --wait --output=out.txt --wrap 'printenv' ; grep -c EVERSTEP out.txt",
-        cwd=folder,
-        check=False,
-    )
-    assert made.stdout.splitlines()[-1] == "0"
-    cluster.write_shared(f"{folder}/args.sh", "#!/bin/sh\necho $@\nenv | grep -E 'NO_KILL|everstep'\n")
+def test_an_argument_of_a_batch_script_is_none_of_sbatch_s_options(cluster: Cluster, folder: str) -> None:
+    cluster.write_shared(f"{folder}/args.sh", "#!/bin/sh\necho $@\nenv | grep -E 'NO_KILL|SPANK'\n")
     cluster.exec("login", "sbatch --wait --output=args.txt args.sh --auto-resume=1", cwd=folder, check=False)
     assert cluster.read_shared(f"{folder}/args.txt") == "--auto-resume=1\n"
 
@@ -260,13 +242,9 @@ def _traced(cluster: Cluster, folder: str, name: str) -> tuple[Counter[str], lis
     line = f"strace -f -qq -s 300 -e trace={calls} -o {name}.strace srun -N1 --nodelist=n1 env"
     done = cluster.exec("login", f"cd {folder}; {line}")
     text = cluster.read_shared(f"{folder}/{name}.strace")
-    found = Counter(
-        _without_numbers(call)
-        for line in text.splitlines()
-        if ((call := _call(line)) and not call.startswith(("clone3", "clone("))) or "CLONE_THREAD" not in line
-        if call
-    )
-    changing = re.compile(r"^SLURM_(JOB_?ID|JOB_(START|END)_TIME|SRUN_COMM_PORT|TASK_PID|LAUNCH_NODE.*)=")
+    started = (line for line in text.splitlines() if "CLONE_THREAD" not in line)
+    found = Counter(_without_numbers(call) for line in started if (call := _call(line)))
+    changing = re.compile(r"^SLURM_(\w*JOB_?ID|JOB_(START|END)_TIME|\w+_PORT|TASK_PID)=")
     return found, sorted(line for line in done.stdout.splitlines() if not changing.match(line))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import plugin
 import pytest
-from runs import SCRIPT, STEPS, calm_digest, digests, standbys, wait_for_event, worker_of
+from runs import SCRIPT, STEPS, Follower, calm_digest, digests, standbys, wait_for_event, worker_of
 from slurm_cluster import Cluster
 
 pytestmark = pytest.mark.usefixtures("spank")
@@ -36,28 +36,36 @@ def test_a_worker_of_a_stock_line_is_replaced(old_cluster: Cluster, folder: str)
     assert digests(run.output) == {calm_digest(old_cluster, folder, 2)}
 
 
-def test_a_job_s_node_dies_and_the_spare_one_takes_its_place(old_cluster: Cluster, folder: str) -> None:
-    """With sbatch's option, a command that is no torchrun's, and another plugin's option."""
-    task = f"echo at $SLURM_PROCID of $SLURM_NTASKS on $(hostname) in $TEST_IMAGE; until [ -e {folder}/go ]; do sleep 0.2; done"
-    old_cluster.write_shared(f"{folder}/task.sh", task)
+def test_given_to_sbatch_it_reaches_the_sruns_inside(old_cluster: Cluster, folder: str) -> None:
     old_cluster.write_shared(
         f"{folder}/job.sbatch",
         f"#!/bin/bash\n#SBATCH -N2 --auto-resume=1 --output={folder}/out.txt --export=NIL\n. /etc/profile\n"
-        f"srun --auto-resume=1 --spare-nodes=1 --container-image=img sh {folder}/task.sh\necho exit $?\n",
+        "env | grep NO_KILL\nsrun -N1 -n1 env | grep -c AGENT\nsrun torchrun nothere.py\necho exit $?\n",
     )
-    old_cluster.exec("login", f"sbatch {folder}/job.sbatch", cwd=folder)
-    from runs import Follower
+    old_cluster.exec("login", f"sbatch --wait {folder}/job.sbatch", cwd=folder)
+    output = Follower(old_cluster, folder).output
+    assert output.splitlines() == [
+        "SLURM_EVERSTEP_NO_KILL=1",
+        "0",
+        f"everstep: error: nothere.py: no such script in {folder}",
+        "exit 64",
+    ]
 
-    run = Follower(old_cluster, folder)
-    run.wait_for_line(r"at 0 of 1 on old-n1 in img", timeout=60)
-    assert "WARNING" not in run.output
-    old_cluster.write_shared(f"{folder}/go", "")
-    run.wait_for_last_line("exit ", timeout=60)
-    assert run.output.splitlines()[-1] == "exit 0", run.output
+
+def test_a_command_loses_a_node_and_srun_ends_with_the_run_s_code(old_cluster: Cluster, folder: str) -> None:
+    script = "echo in $TEST_IMAGE on $SLURM_PROCID; sleep 60"
+    run = old_cluster.popen("login", f"srun -N2 --auto-resume=1 --container-image=img sh -c '{script}'")
+    run.wait_for("in img on 0", timeout=30)
+    run.wait_for("in img on 1", timeout=30)
+    old_cluster.kill_node("old-n2")
+    assert run.wait(timeout=60) == 75, run.output
+    assert "no node is left for rank 1: requeue the job, or start it with --spare-nodes" in run.output
+    assert old_cluster.jobs() == []
 
 
 def test_a_failed_command_is_started_again_on_all_nodes(old_cluster: Cluster, folder: str) -> None:
-    script = f"echo try $SLURM_PROCID; [ $SLURM_PROCID = 0 ] || [ -e {folder}/seen ] || {{ touch {folder}/seen; exit 9; }}"
+    once = f"[ -e {folder}/seen ] || {{ touch {folder}/seen; exit 9; }}"
+    script = f"echo try $SLURM_PROCID; [ $SLURM_PROCID = 0 ] || {once}"
     text = old_cluster.exec("login", f"srun -N2 --auto-resume=1 sh -c '{script}'").stdout
     assert Counter(re.findall(r"^try \d$", text, re.MULTILINE)) == {"try 0": 2, "try 1": 2}
 
