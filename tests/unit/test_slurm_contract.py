@@ -1,4 +1,4 @@
-"""One contract for every way to ask Slurm: JSON, words, pyslurm; the same job is the same Job whoever tells it.
+"""One contract for every way to ask Slurm: the same job is the same Job in JSON, in words, from pyslurm.
 
 The answers are recorded from clusters of 22.05 and 24.11 (tests/fixtures/slurm): four jobs of 24.11, asked
 for in three ways at one moment, and three of 22.05, whose scontrol has no JSON.
@@ -37,7 +37,7 @@ class Recorded:
         if words[:2] != ["scontrol", "show"]:
             raise SlurmError("not recorded")
         if "--json" in argv and not self.knows_json:
-            raise SlurmError("`scontrol` failed: Try \"scontrol --help\" for more information")
+            raise SlurmError('`scontrol` failed: Try "scontrol --help" for more information')
         what, *which = words[2:]
         if what == "config":
             return (FIXTURES / f"config-{self.release}.txt").read_text()
@@ -170,7 +170,7 @@ def test_a_pending_job_of_22_05() -> None:
 
 @every_way
 def test_an_unknown_job_is_an_error_of_its_own(client: Client) -> None:
-    with pytest.raises(UnknownJob, match="99|Invalid job id"):
+    with pytest.raises(UnknownJob, match=r"99|Invalid job id"):
         client().job(99)
 
 
