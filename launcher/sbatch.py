@@ -17,7 +17,7 @@ from everstep.launcher.slurm.client import SlurmClient
 from everstep.launcher.slurm.commands import require
 from everstep.launcher.slurm.connect import connect
 from everstep.launcher.slurm.getopt import Given, read
-from everstep.launcher.slurm.srun_table import OptionTable, installed_table
+from everstep.launcher.slurm.srun_table import SBATCH, OptionTable, installed_table
 from everstep.recovery.errors import UsageError
 
 HELP = """\
@@ -135,6 +135,8 @@ def _test_and_submit(client: SlurmClient, argv: Sequence[str], dry_run: bool) ->
     if dry_run:
         _say("not submitted (--dry-run)")
         return 0
+    if "wait" in Given(read(argv, SBATCH, program="sbatch").options):
+        return subprocess.call(["sbatch", *argv])  # as long as the job lasts; its exit code is the job's
     job = client.submit(argv)
     _say(f"how it goes: everstep status {job}")
     print(f"Submitted batch job {job}", flush=True)
