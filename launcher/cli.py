@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -42,6 +43,44 @@ def srun(words: tuple[str, ...]) -> None:
     from everstep.launcher import start
 
     raise SystemExit(start.on_slurm(words))
+
+
+@everstep.command(context_settings=_PASS_THROUGH, options_metavar="[options] [sbatch options]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="TEMPLATE|script [args]")
+def sbatch(words: tuple[str, ...]) -> None:
+    """Check and submit a batch script, or a template, as a job that survives its nodes."""
+    from everstep.launcher.sbatch import run_sbatch
+
+    raise SystemExit(run_sbatch(words))
+
+
+@everstep.command()
+@click.argument("job", required=False, metavar="JOBID")
+@click.option("--events", type=click.Path(path_type=Path), metavar="FILE", help="The run's events file.")
+@click.option("--watch", is_flag=True, help="Go on showing it until the run is over.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def status(job: str | None, events: Path | None, watch: bool, as_json: bool) -> None:
+    """Show a run: who holds which rank, who stands by, what was lost and how long it took."""
+    from everstep.launcher.status import run_status
+
+    raise SystemExit(run_status(job, events, watch=watch, as_json=as_json))
+
+
+@everstep.command()
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- srun options]")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--facts", is_flag=True, hidden=True)
+def doctor(words: tuple[str, ...], as_json: bool, facts: bool) -> None:
+    """Tell whether this cluster, and this job, are ready. Nothing is changed.
+
+    Inside a job its nodes are asked too. Outside of one, srun options after `--` start a job of a second
+    to ask nodes: everstep doctor -- -N4
+
+    Exit code 0: all well; 1: something to look at; 2: something will go wrong.
+    """
+    from everstep.launcher.doctor.report import run_doctor
+
+    raise SystemExit(run_doctor(words, as_json=as_json, facts_only=facts))
 
 
 @everstep.command(hidden=True)

@@ -445,7 +445,8 @@ class Membership(Climbing, Ending):
             self._spawn_standby(node, nice=False)
         for rank, worker in choice.taken.items():
             self.roster.sit(rank, worker)
-        for worker in choice.taken.values():
+        for rank, worker in choice.taken.items():
+            self._emit("placed", rank=rank, node=worker.node, worker=worker.id)
             self._assign(worker)
         if failure is not None:
             words = [failure.text, *placing.in_words(choice, failure.ranks)]

@@ -208,7 +208,14 @@ class SlurmClient(Protocol):
         """End a job, or send it a signal. A job that is over or unknown is none of anybody's business."""
 
     def requeue(self, job_id: int, *, hold: bool = False) -> None:
-        """Put a job back into the queue; with `hold` it stays there until `release`."""
+        """Put a job back into the queue; with `hold` it stays there until `release`.
+
+        Seen with 24.11: what a job excludes (ExcNodeList) can be changed only while it is pending, and a
+        requeued job waits two minutes (the life of a credential) before it may start. So to requeue a job
+        without its bad nodes, and at once: `requeue(job, hold=True)`; wait until it is no longer
+        COMPLETING; `update_job(job, ExcNodeList=…, StartTime="now")`; `release(job)`. Whoever does that
+        from inside the job has KillWait seconds for it.
+        """
 
     def release(self, job_id: int) -> None:
         """Let a held job start."""

@@ -1,4 +1,4 @@
-"""One contract for every way to ask Slurm: JSON, words, pyslurm; a job is the same Job whoever tells it.
+"""One contract for every way to ask Slurm: the same job is the same Job in JSON, in words, from pyslurm.
 
 The answers are recorded from clusters of 22.05 and 24.11 (tests/fixtures/slurm): four jobs of 24.11, asked
 for in three ways at one moment, and three of 22.05, whose scontrol has no JSON.
