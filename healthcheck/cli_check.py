@@ -1,0 +1,96 @@
+"""`everstep health check` and `everstep health checks`: examine this node, or a recorded one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+from everstep.healthcheck import registry
+from everstep.healthcheck.errors import HealthError
+from everstep.healthcheck.examine import Request, examine
+from everstep.healthcheck.registry import Level
+
+
+@click.command()
+@click.option(
+    "--level",
+    type=click.Choice(["light", "full", "deep"]),
+    default="full",
+    show_default=True,
+    help="light: reads only, under 5 s. full: under 60 s. deep: puts load on the devices.",
+)
+@click.option("--check", "names", multiple=True, metavar="NAME", help="This check only; may be given again.")
+@click.option("--off", multiple=True, metavar="NAME", help="Not this check; may be given again.")
+@click.option("--profile", default="auto", show_default=True, help="What the node should be, such as p5.")
+@click.option("--root", type=click.Path(path_type=Path), default=Path("/"), help="Examine a recorded node.")
+@click.option("--idle-gpus", metavar="LIST", help="GPUs on which nothing may run now: 0,1 or all.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Show passes and skips too.")
+@click.option("--list", "list_", is_flag=True, help="List the checks there are.")
+def check(
+    level: str,
+    names: tuple[str, ...],
+    off: tuple[str, ...],
+    profile: str,
+    root: Path,
+    idle_gpus: str | None,
+    as_json: bool,
+    verbose: bool,
+    list_: bool,
+) -> int:
+    """Examine this node. Exit code: 0 ok, 1 warn, 2 critical, 3 wrong usage."""
+    if list_:
+        return _list()
+    report = examine(
+        Request(
+            level=Level[level.upper()],
+            names=names,
+            off=frozenset(off),
+            profile=profile,
+            root=root,
+            idle_gpus=idle(idle_gpus),
+        )
+    )
+    if as_json:
+        for fault in report.faults:
+            click.echo(f"everstep: {fault}", err=True)
+        click.echo(report.to_json())
+    else:
+        from everstep.healthcheck.show import show
+        from rich.console import Console
+
+        show(report, Console(highlight=False), everything=verbose)
+    return report.exit_code
+
+
+@click.command()
+def checks() -> int:
+    """List the checks there are, with what each reads and asks for."""
+    return _list()
+
+
+def idle(words: str | None) -> frozenset[int] | None:
+    """The GPUs of `--idle-gpus`; without it those of the job in whose Prolog or Epilog we are."""
+    if words is None and os.environ.get("SLURM_SCRIPT_CONTEXT") in ("prolog_slurmd", "epilog_slurmd"):
+        words = os.environ.get("SLURM_JOB_GPUS")
+    if not words:
+        return None
+    if words == "all":
+        return frozenset(range(1024))
+    try:
+        return frozenset(int(each) for each in words.split(","))
+    except ValueError:
+        raise HealthError(f"--idle-gpus wants numbers such as 0,1 or all, and got {words!r}") from None
+
+
+def _list() -> int:
+    from everstep.healthcheck.show import listed
+    from rich.console import Console
+
+    known, faults = registry.load()
+    listed(known.values(), Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+    for fault in faults:
+        click.echo(f"everstep: {fault}", err=True)
+    return 0
