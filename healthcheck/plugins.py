@@ -26,7 +26,7 @@ _OURS = "everstep.healthcheck."
 def load(site: Site, *, uid: int | None = None) -> tuple[str, ...]:
     """Register the site's checks, from its files and from installed packages; returns what went wrong.
 
-    A broken file of checks stops no other check. Raises HealthError for a file that is not there or not trusted.
+    A broken file of checks stops no other check. Raises HealthError for one that is not there or not trusted.
     """
     _, faults = registry.load()
     found = list(faults)
@@ -103,5 +103,3 @@ def _import(path: Path) -> None:
     except BaseException:
         del sys.modules[name]
         raise
-
-

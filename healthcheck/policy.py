@@ -1,4 +1,4 @@
-"""What follows from a node's results: drain it, give it back, or leave it alone. Pure, with a reason in words.
+"""What follows from a node's results: drain it, give it back, or leave it alone. Pure, with its reasons.
 
 The rules, in the order in which they are asked:
 
@@ -40,7 +40,18 @@ DO: Mapping[Severity, str] = {
 
 _DRAIN = frozenset({"DRAIN", "DRAINED", "DRAINING"})
 _NOT_OURS_TO_MOVE = frozenset(
-    {"BLOCKED", "DOWN", "ERROR", "FAIL", "FAILING", "FUTURE", "INVALID", "INVALID_REG", "MAINT", "MAINTENANCE"}
+    {
+        "BLOCKED",
+        "DOWN",
+        "ERROR",
+        "FAIL",
+        "FAILING",
+        "FUTURE",
+        "INVALID",
+        "INVALID_REG",
+        "MAINT",
+        "MAINTENANCE",
+    }
     | {"NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT", "REBOOT_ISSUED"}
     | {"REBOOT_REQUESTED", "UNKNOWN"}
 )
@@ -68,7 +79,7 @@ class Settings:
     """With this many drains in the window, the last one stays until a person resumes the node."""
     flap_window_s: float = 86400.0
     contract: bool = False
-    """Use `Action:Replace` and `Action:Reboot` as reasons, and state FAIL. Such a node is not ours any more."""
+    """Use `Action:Replace` and `Action:Reboot` as reasons, and state FAIL: the node is not ours any more."""
     report_only: frozenset[str] = frozenset()
     """Checks that are shown and never act."""
     after_boot: frozenset[str] = frozenset()
@@ -133,8 +144,8 @@ class Action:
     kind: str
     """drain, update (another reason for a drain of ours) or undrain.
 
-    Remember the history before the first two are asked for, and after the third is done: whoever is stopped in
-    between must not take somebody else's drain for ours, nor lose one of ours.
+    Remember the history before the first two are asked for, and after the third is done: whoever is stopped
+    in between must not take somebody else's drain for ours, nor lose one of ours.
     """
     state: str
     reason: str
@@ -163,8 +174,8 @@ def decide(
 ) -> Decision:
     """What follows from one run's results.
 
-    `slurm` is None where Slurm gave no answer; `boot` names the node's boot; `faults` are failures of our own,
-    which only ever lead to less being done. Times are Unix seconds.
+    `slurm` is None where Slurm gave no answer; `boot` names the node's boot; `faults` are failures of our
+    own, which only ever lead to less being done. Times are Unix seconds.
     """
     findings = actionable(results, settings)
     seen = {key(each): history.seen.get(key(each), 0) + 1 for each in findings}
@@ -194,7 +205,7 @@ def decide(
 
 
 def refuse(results: Sequence[Result], settings: Settings) -> str:
-    """Why a Prolog or an Epilog should fail here; empty where it should not. Only mode `drain` lets one fail."""
+    """Why a Prolog or an Epilog should fail here; empty where it should not, as in any mode but `drain`."""
     findings = actionable(results, settings)
     return reason_for(findings) if findings and settings.mode is Mode.DRAIN else ""
 
@@ -224,12 +235,12 @@ def key(result: Result) -> str:
 
 
 def worded(result: Result) -> str:
-    """`CHECK DEVICE ACTION: why`, the check and the device first since sinfo cuts reasons at 20 characters."""
+    """`CHECK DEVICE ACTION: why`: the check and the device first, since sinfo cuts reasons short."""
     return f"{key(result)} {DO[result.severity]}: {_plain(result.reason)}"
 
 
 def reason_for(findings: Sequence[Result], note: str = "") -> str:
-    """The drain's reason for these findings, the gravest first: `everstep: xid gpu3 reset: … (and 2 more)`."""
+    """The drain's reason for findings, the gravest first: `everstep: xid gpu3 reset: … (and 2 more)`."""
     more = (f" (and {len(findings) - 1} more)" if len(findings) > 1 else "") + note
     text = f"{PREFIX}{worded(findings[0])}"
     if len(text) + len(more) > LONGEST_REASON:
@@ -313,8 +324,8 @@ def _drain(run: _Run, history: History, known: Ours | None = None) -> Decision:
     times = len(history.drains) + (known is None)
     held = times >= settings.flap_limit or (known is not None and known.held)
     if settings.contract and worst.severity in CONTRACT and not held:
-        # From here on the node is the cluster manager's: it is not recorded as ours, so it is never given back.
-        # It is counted, since a node that a reboot does not mend must not be rebooted for ever.
+        # From here on the node is the cluster manager's: not recorded as ours, so never given back by us. It
+        # is counted, since a node that a reboot does not mend must not be rebooted for ever.
         handed = replace(history, drain=None, drains=(*history.drains, run.now), passes=0)
         action = Action("drain", "FAIL", CONTRACT[worst.severity])
         return Decision(action, handed, (f"handed over: {worded(worst)}",))
@@ -362,9 +373,7 @@ def _reconcile(slurm: InSlurm, history: History) -> tuple[History, str]:
 
 def _foreign(slurm: InSlurm) -> str:
     if read_reason(slurm.reason):
-        return (
-            f"left alone: the drain {slurm.reason!r} reads like ours, but is not on our record: resume it by hand"
-        )
+        return f"left alone: {slurm.reason!r} reads like ours and is not on our record: resume it by hand"
     return f"left alone: {slurm.by or 'somebody'} drained the node: {slurm.reason or 'no reason given'}"
 
 

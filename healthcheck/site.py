@@ -104,7 +104,7 @@ class Loaded:
 
 
 def load(path: str | Path | None = None, *, uid: int | None = None) -> Loaded:
-    """The site's settings: from `path`, else from $EVERSTEP_HEALTH_CONFIG, else from the usual place if it is there.
+    """The site's settings: from `path`, else $EVERSTEP_HEALTH_CONFIG, else the usual place if it is there.
 
     Raises HealthError, in one line, where the file is not there, not trusted (see `trust`) or not right.
     """

@@ -1,4 +1,4 @@
-"""Whose files are followed: as root only what root owns and nobody else can write, the whole way down to it."""
+"""Whose files are followed: as root only what root owns and nobody else can write, the whole way to it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Untrusted(HealthError):
 def resolve(path: str | Path, *, uid: int | None = None, lstat: LStat = os.lstat) -> Path:
     """The path with its links resolved, each folder and link on the way and the end of it looked at.
 
-    For anybody but root nothing is refused: what they read and run is with their own rights anyway. Since only
-    root can change any folder on the way, what was looked at is still there when it is opened.
+    For anybody but root nothing is refused: what they read and run is with their own rights anyway. Since
+    only root can change any folder on the way, what was looked at is still there when it is opened.
 
     Raises Untrusted where something on the way is not root's alone, and FileNotFoundError.
     """
@@ -99,7 +99,9 @@ def _look(here: str, asked: str | Path, lstat: LStat) -> int:
     """The mode of what is there, if it is root's alone."""
     found = lstat(here)
     if found.st_uid != 0:
-        raise Untrusted(f"{asked} is not followed: {here} belongs to user {found.st_uid}; `chown root {here}`")
+        raise Untrusted(
+            f"{asked} is not followed: {here} belongs to user {found.st_uid}; `chown root {here}`"
+        )
     # A link's own mode says nothing; who may change it is a matter of its folder.
     if not stat.S_ISLNK(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Untrusted(f"{asked} is not followed: others can write {here}; `chmod go-w {here}`")

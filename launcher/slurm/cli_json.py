@@ -1,4 +1,7 @@
-"""Slurm asked by its own commands and their JSON: works with every release that has `--json`."""
+"""Slurm asked by its own commands and their JSON: works with every release that has `--json`.
+
+scontrol has it since 23.02. Before, `sinfo --json` and `squeue --json` list the same records, all of them.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,7 @@ class CliJson:
 
     def job(self, job_id: int) -> Job:
         """One job, and whether it was made with --no-kill as far as that can be told."""
-        records = self._records(["scontrol", "show", "job", str(job_id), "--json"], "jobs")
-        for record in records:
+        for record in self._jobs(str(job_id)):
             if number(record.get("job_id")) == job_id:
                 break
         else:
@@ -88,12 +90,41 @@ class CliJson:
         """The named nodes, in the order of the names."""
         if not names:
             return ()
-        records = self._records(["scontrol", "show", "nodes", fold(names), "--json"], "nodes")
-        known = {node.name: node for node in map(read_node, records)}
+        known = {node.name: node for node in map(read_node, self._nodes(fold(names)))}
         missing = [name for name in names if name not in known]
         if missing:
             raise UsageError(f"Slurm knows no node {fold(missing)}: `sinfo -N` lists them")
         return tuple(known[name] for name in names)
+
+    def all_nodes(self) -> tuple[Node, ...]:
+        """Every node that the caller may see, in Slurm's order."""
+        return tuple(map(read_node, self._nodes()))
+
+    def job_parts(self, job: str) -> tuple[Job, ...]:
+        """The jobs that a user means by `12`, `12_3` or `12+1`: a job, an array's tasks, a het job's parts.
+
+        Nothing is said of --no-kill, which takes more questions. Raises UsageError where Slurm knows none.
+        """
+        records = self._jobs(job)
+        if not records:
+            raise UsageError(f"Slurm knows no job {job}: `squeue --me` lists yours")
+        return tuple(read_job(record, nokill.NoKill(None, "not asked")) for record in records)
+
+    def _nodes(self, *hostlist: str) -> list[Mapping[str, Any]]:
+        try:
+            return self._records(["scontrol", "show", "nodes", *hostlist, "--json"], "nodes")
+        except UsageError as error:
+            if not _has_no_json(error):
+                raise
+            return self._records(["sinfo", "--json"], "nodes")
+
+    def _jobs(self, job: str) -> list[Mapping[str, Any]]:
+        try:
+            return self._records(["scontrol", "show", "job", job, "--json"], "jobs")
+        except UsageError as error:
+            if not _has_no_json(error):
+                raise
+            return [each for each in self._records(["squeue", "--json"], "jobs") if job in _job_names(each)]
 
     def _records(self, argv: Sequence[str], key: str) -> list[Mapping[str, Any]]:
         text = self.run(argv)
@@ -137,12 +168,25 @@ def read_job(record: Mapping[str, Any], verdict: nokill.NoKill) -> Job:
         cpus_per_node=_cpus_per_node(resources if isinstance(resources, dict) else {}),
         no_kill=verdict.value,
         no_kill_reason=verdict.reason,
+        waits_for=_waits_for(record),
     )
 
 
 def read_node(record: Mapping[str, Any]) -> Node:
     """A node from one record of `scontrol show nodes --json`."""
-    return Node(str(record.get("name", "")), states(record.get("state")) | states(record.get("state_flags")))
+    return Node(
+        name=_text(record, "name"),
+        state=states(record.get("state")) | states(record.get("state_flags")),
+        address=_text(record, "address"),
+        partitions=_words(record.get("partitions")),
+        gres=_text(record, "gres"),
+        gres_used=_text(record, "gres_used"),
+        reason=_text(record, "reason"),
+        reason_by=_text(record, "reason_set_by_user"),
+        reason_at=float(number(record.get("reason_changed_at")) or 0),
+        comment=_text(record, "comment"),
+        extra=_text(record, "extra"),
+    )
 
 
 def states(value: object) -> frozenset[str]:
@@ -159,6 +203,36 @@ def number(value: object) -> int | None:
     if isinstance(value, dict):
         value = value.get("number") if value.get("set") and not value.get("infinite") else None
     return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _has_no_json(error: UsageError) -> bool:
+    # getopt's last word, after "unrecognized option '--json'".
+    return "scontrol --help" in str(error)
+
+
+def _job_names(record: Mapping[str, Any]) -> set[str]:
+    """What a user may call a job: its number, its array's with or without the task's, its het job's."""
+    names = {str(number(record.get("job_id")))}
+    if array := number(record.get("array_job_id")):
+        names |= {str(array), f"{array}_{number(record.get('array_task_id'))}"}
+    if het := number(record.get("het_job_id")):
+        names |= {str(het), f"{het}+{number(record.get('het_job_offset'))}"}
+    return names
+
+
+def _waits_for(record: Mapping[str, Any]) -> str:
+    reason = _text(record, "state_reason")
+    return "" if reason == "None" else reason
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _words(value: object) -> tuple[str, ...]:
+    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    return tuple(str(word) for word in words if word)
 
 
 def _cpus_per_node(resources: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ class Job:
     no_kill: bool | None = None
     """Whether it was made with --no-kill; None where nothing that could be asked tells."""
     no_kill_reason: str = ""
+    waits_for: str = ""
+    """Slurm's word for why it does not run, such as Resources or JobHeldAdmin."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,17 @@ class Node:
 
     name: str
     state: frozenset[str]
+    address: str = ""
+    partitions: tuple[str, ...] = ()
+    gres: str = ""
+    """What it has, as in `gpu:h100:8(S:0-1)`."""
+    gres_used: str = ""
+    reason: str = ""
+    reason_by: str = ""
+    reason_at: float = 0.0
+    """Unix seconds, by slurmctld's clock; 0 where there is no reason."""
+    comment: str = ""
+    extra: str = ""
 
     @property
     def usable(self) -> bool:
@@ -56,6 +69,12 @@ class SlurmClient(Protocol):
 
     def nodes(self, names: Sequence[str]) -> tuple[Node, ...]:
         """The named nodes, in the order of the names."""
+
+    def all_nodes(self) -> tuple[Node, ...]:
+        """Every node that the caller may see."""
+
+    def job_parts(self, job: str) -> tuple[Job, ...]:
+        """What a user means by `12`, `12_3` or `12+1`. Raises UsageError where Slurm knows none."""
 
 
 def expand(hostlist: str) -> tuple[str, ...]:

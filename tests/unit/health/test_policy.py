@@ -67,7 +67,7 @@ class Node:
         killed: bool = False,
         unseen: bool = False,
     ) -> Decision:
-        """One run. `refused`: Slurm does not do it; `killed`: we end before it is done; `unseen`: no answer."""
+        """One run. `refused`: Slurm does not do it; `killed`: we end before it is; `unseen`: no answer."""
         self.now += 60
         decision = decide(
             results,
@@ -91,7 +91,9 @@ class Node:
             self.slurm = IDLE
             self.history = decision.history
         else:
-            self.slurm = InSlurm(frozenset({"IDLE", action.state}), action.reason, "root", float(int(self.now)))
+            self.slurm = InSlurm(
+                frozenset({"IDLE", action.state}), action.reason, "root", float(int(self.now))
+            )
         return decision
 
     def person_drains(self, reason: str = "bad DIMM") -> None:
@@ -123,12 +125,17 @@ def test_nothing_else_drains(status: Status) -> None:
 
 
 def test_the_gravest_finding_comes_first_and_the_others_are_counted() -> None:
-    found = [result("disk", severity=Severity.MONITOR, device="/scratch"), result("ecc", severity=Severity.REPLACE)]
+    found = [
+        result("disk", severity=Severity.MONITOR, device="/scratch"),
+        result("ecc", severity=Severity.REPLACE),
+    ]
     assert reason_for(actionable(found, DRAIN)) == "everstep: ecc gpu3 replace: Xid 95 (and 1 more)"
 
 
 def test_a_finding_of_the_whole_node_says_so() -> None:
-    assert reason_for([result("munge", device="", reason="munged is dead")]).startswith("everstep: munge node ")
+    assert reason_for([result("munge", device="", reason="munged is dead")]).startswith(
+        "everstep: munge node "
+    )
 
 
 def test_a_reason_is_one_line_and_no_longer_than_people_read() -> None:
@@ -251,7 +258,9 @@ def test_a_drain_that_reads_like_ours_without_our_record_is_left_and_said_so() -
     assert "reads like ours" in said.notes[0]
 
 
-@pytest.mark.parametrize("word", ["DOWN", "NOT_RESPONDING", "MAINT", "REBOOT_ISSUED", "FAIL", "POWERING_DOWN"])
+@pytest.mark.parametrize(
+    "word", ["DOWN", "NOT_RESPONDING", "MAINT", "REBOOT_ISSUED", "FAIL", "POWERING_DOWN"]
+)
 def test_a_node_that_slurm_itself_keeps_out_is_left_alone(word: str) -> None:
     node = Node(slurm=InSlurm(frozenset({"IDLE", word}), "Not responding", "slurm", 5.0))
     node.run(result())
@@ -430,8 +439,13 @@ def test_the_history_survives_being_written_down() -> None:
 
 @pytest.mark.parametrize(
     ("at", "boot", "passed", "fresh"),
-    [(950, "a", True, True), (950, "b", True, False), (950, "a", False, False), (939, "a", True, False)]
-    + [(1001, "a", True, False)],
+    [
+        (950, "a", True, True),
+        (950, "b", True, False),
+        (950, "a", False, False),
+        (939, "a", True, False),
+        (1001, "a", True, False),
+    ],
 )
 def test_a_pass_is_kept_for_a_while_of_the_same_boot(at: float, boot: str, passed: bool, fresh: bool) -> None:
     assert fresh_pass(at, boot, passed, now=1000, now_boot="a", keep_s=60) is fresh
@@ -457,13 +471,24 @@ POOL = [
 ]
 all_well = st.just([good(check) for check in CHECKS])
 results_ = st.one_of(all_well, st.lists(st.sampled_from(POOL), max_size=4))
-runs = st.tuples(st.just("run"), results_, st.sampled_from(["", "", "", "refused", "killed", "unseen", "fault"]))
+runs = st.tuples(
+    st.just("run"), results_, st.sampled_from(["", "", "", "refused", "killed", "unseen", "fault"])
+)
 events = st.lists(
     st.one_of(
         runs,
         runs,
         st.sampled_from(
-            [("drain",), ("retitle",), ("resume",), ("down",), ("up",), ("boot",), ("lose memory",), ("a day",)]
+            [
+                ("drain",),
+                ("retitle",),
+                ("resume",),
+                ("down",),
+                ("up",),
+                ("boot",),
+                ("lose memory",),
+                ("a day",),
+            ]
         ),
     ),
     max_size=30,
@@ -524,13 +549,19 @@ def test_no_history_ever_lifts_a_drain_that_is_not_ours_or_drains_without_a_find
                 assert ours
                 assert decision is not None
                 found: list[Result] = event[1]  # type: ignore[assignment]
-                assert not [each for each in found if each.status is Status.CRITICAL and each.check not in site.report_only]
+                assert not [
+                    each
+                    for each in found
+                    if each.status is Status.CRITICAL and each.check not in site.report_only
+                ]
                 assert event[2] != "fault"
             else:
                 assert not before.drained or ours
                 assert not before.state & {"DOWN", "FAIL"}
                 found = event[1]  # type: ignore[assignment]
-                assert any(each.status is Status.CRITICAL and each.check not in site.report_only for each in found)
+                assert any(
+                    each.status is Status.CRITICAL and each.check not in site.report_only for each in found
+                )
             ours = action.kind != "undrain" and action.state == "DRAIN"
         if not acted and node.slurm != before:
             ours = False

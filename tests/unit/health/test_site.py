@@ -54,7 +54,9 @@ def test_root_follows_what_root_alone_can_write(tree: Path) -> None:
 def test_links_are_followed_to_where_they_lead(tree: Path) -> None:
     found = trust.resolve(tree.parent / "other" / ".." / "everstep" / "link.toml", uid=0, lstat=seen_as({}))
     assert found == tree / "health.toml"
-    assert trust.resolve(tree.parent / "other" / "link.toml", uid=0, lstat=seen_as({})) == tree / "health.toml"
+    assert (
+        trust.resolve(tree.parent / "other" / "link.toml", uid=0, lstat=seen_as({})) == tree / "health.toml"
+    )
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
@@ -82,7 +84,7 @@ def test_root_follows_no_link_of_somebody_else_and_no_link_into_their_folder(tre
     elsewhere.mkdir()
     (elsewhere / "x.toml").write_text("")
     (tree / "away.toml").symlink_to(elsewhere / "x.toml")
-    with pytest.raises(Untrusted, match="away.toml is not followed: .*home belongs to user"):
+    with pytest.raises(Untrusted, match=r"away.toml is not followed: .*home belongs to user"):
         trust.resolve(tree / "away.toml", uid=0, lstat=seen_as({str(elsewhere): (NOT_ROOT, 0o755)}))
 
 
@@ -188,7 +190,7 @@ def test_a_file_that_is_not_right_is_one_line_that_says_where(text: bytes, said:
 
 
 def test_a_named_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(HealthError, match="no file .*none.toml"):
+    with pytest.raises(HealthError, match=r"no file .*none.toml"):
         site.load(tmp_path / "none.toml")
 
 
@@ -228,7 +230,9 @@ def test_a_site_adds_a_check_in_one_file(tmp_path: Path, register: dict[str, Che
 
 
 @pytest.mark.parametrize("text", ["import nothing_like_it\n", "def broken(:\n", "raise ValueError('no')\n"])
-def test_a_broken_file_of_checks_stops_no_other(tmp_path: Path, register: dict[str, Check], text: str) -> None:
+def test_a_broken_file_of_checks_stops_no_other(
+    tmp_path: Path, register: dict[str, Check], text: str
+) -> None:
     (tmp_path / f"a{abs(hash(text))}.py").write_text(text)
     (tmp_path / "z_two.py").write_text(CHECK.format(name="license_two"))
     faults = plugins.load(site.Site(plugins=(str(tmp_path),)), uid=NOT_ROOT)
