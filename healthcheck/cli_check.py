@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,7 +24,9 @@ from everstep.healthcheck.registry import Level
 )
 @click.option("--check", "names", multiple=True, metavar="NAME", help="This check only; may be given again.")
 @click.option("--off", multiple=True, metavar="NAME", help="Not this check; may be given again.")
-@click.option("--profile", default="auto", show_default=True, help="What the node should be, such as p5.")
+@click.option(
+    "--profile", metavar="NAME", help="What the node should be, such as p5, or auto.  [default: auto]"
+)
 @click.option("--root", type=click.Path(path_type=Path), default=Path("/"), help="Examine a recorded node.")
 @click.option("--idle-gpus", metavar="LIST", help="GPUs on which nothing may run now: 0,1 or all.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
@@ -33,7 +36,7 @@ def check(
     level: str,
     names: tuple[str, ...],
     off: tuple[str, ...],
-    profile: str,
+    profile: str | None,
     root: Path,
     idle_gpus: str | None,
     as_json: bool,
@@ -43,16 +46,19 @@ def check(
     """Examine this node. Exit code: 0 ok, 1 warn, 2 critical, 3 wrong usage."""
     if list_:
         return _list()
-    report = examine(
-        Request(
-            level=Level[level.upper()],
-            names=names,
-            off=frozenset(off),
-            profile=profile,
-            root=root,
-            idle_gpus=idle(idle_gpus),
-        )
+    request = Request(
+        level=Level[level.upper()],
+        names=names,
+        off=frozenset(off),
+        profile=profile or "auto",
+        root=root,
+        idle_gpus=idle(idle_gpus),
     )
+    faults: tuple[str, ...] = ()
+    if root == Path("/"):
+        request, faults = _as_the_site_says(request, profile)
+    report = examine(request)
+    report = replace(report, faults=faults + report.faults)
     if as_json:
         for fault in report.faults:
             click.echo(f"everstep: {fault}", err=True)
@@ -63,6 +69,24 @@ def check(
 
         show(report, Console(highlight=False), everything=verbose)
     return report.exit_code
+
+
+def _as_the_site_says(request: Request, profile: str | None) -> tuple[Request, tuple[str, ...]]:
+    """With the site's checks, profiles and switches, for the node that we are on."""
+    from everstep.healthcheck import plugins, site
+
+    settings = site.load().site
+    faults = plugins.load(settings)
+    return (
+        replace(
+            request,
+            off=request.off | settings.off(),
+            profile=profile or settings.profile or "auto",
+            site_profiles=plugins.profiles(settings),
+            site_checks=False,  # they are loaded
+        ),
+        faults,
+    )
 
 
 @click.command()

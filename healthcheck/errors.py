@@ -12,7 +12,7 @@ class HealthError(UsageError):
 
 
 class Absent(Exception):
-    """A source is not there, says nothing, or is not for this machine: the check is skipped, for this reason."""
+    """A source is not there, says nothing, or is not for this machine: the check is skipped."""
 
 
 class TimedOut(Absent):

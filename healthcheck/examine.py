@@ -66,7 +66,7 @@ def examine(
         if not request.root.is_dir() or not os.access(request.root, os.R_OK | os.X_OK):
             raise HealthError(f"--root {request.root} is no folder that can be read")
         runner = System(request.root, deadline=end)
-    checks, faults = registry.load(sites=request.site_checks and not runner.recorded)
+    checks, faults = registry.load(sites=request.site_checks)
     store = default_store(runner.root) if store is None else store
     facts = Facts(
         runner,
@@ -126,7 +126,7 @@ def node_name(runner: Runner) -> str:
 
 
 def _run_all(checks: Sequence[Check], facts: Facts, profile: Profile, end: float | None) -> list[Result]:
-    """Checks that only read run side by side; those that put load on devices one after the other, at the end."""
+    """Checks that only read run side by side; those that put load on devices after them, one by one."""
     reading = [each for each in checks if each.level <= Level.FULL]
     loading = [each for each in checks if each.level > Level.FULL]
     results = _side_by_side(reading, facts, profile, end)
@@ -152,7 +152,7 @@ def _side_by_side(
                 return
             done.put((check.name, run_check(check, facts, profile)))
 
-    # Daemons: a read that the kernel never answers cannot be ended, and must not keep the program from ending.
+    # Daemons: a read that the kernel never answers must not keep the program from ending.
     start = time.monotonic()
     for _ in range(min(_SIDE_BY_SIDE, len(waiting))):
         threading.Thread(target=work, daemon=True, name="everstep-check").start()

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,9 @@ class History:
         """Remember this run's sample."""
         self.added.setdefault(name, []).append((now, dict(values)))
 
-    def growth(self, name: str, now: float, values: Sample, seconds: float = KEEP_S) -> tuple[float, dict[str, float]]:
+    def growth(
+        self, name: str, now: float, values: Sample, seconds: float = KEEP_S
+    ) -> tuple[float, dict[str, float]]:
         """How much each number has grown since the oldest sample of the window, and over how many seconds.
 
         A number that fell was reset in between, and has grown by what it shows since. This run's is added.
@@ -51,8 +54,7 @@ class History:
         for each in values:
             series = [sample[each] for sample in chain if each in sample]
             if len(series) > 1:
-                pairs = zip(series, series[1:], strict=False)
-                grown[each] = sum(b - a if b >= a else b for a, b in pairs)
+                grown[each] = sum(b - a if b >= a else b for a, b in pairwise(series))
         return now - samples[0][0], grown
 
     def dumped(self, now: float) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class FileStore:
 
 
 def default_store(root: Path) -> FileStore:
-    """/var/lib/everstep/health for root, else the user's state folder; a recorded node has a file of its own."""
+    """In /var/lib/everstep/health for root, else in the user's state folder; a recorded node has its own."""
     if os.geteuid() == 0:
         folder = Path("/var/lib/everstep/health")
     else:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Detect:
-    """How a node of this kind is known. Any instance type decides; else all products and the count must fit."""
+    """How a node of this kind is known: by its instance type, else by all its GPUs' products."""
 
     instance_types: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
@@ -145,9 +145,10 @@ def read_all(texts: Mapping[str, str], site: Mapping[str, str] | None = None) ->
 
 def _parsed(name: str, text: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise HealthError(f"profile {name} is no TOML: {error}; correct it or take it away") from None
+    return table
 
 
 def ours() -> dict[str, str]:
@@ -213,7 +214,9 @@ def _merged(name: str, tables: Mapping[str, dict[str, Any]], path: tuple[str, ..
     if base is None:
         return table
     if not isinstance(base, str) or base not in tables:
-        raise HealthError(f"profile {name} extends {base!r}, which there is not; there are: {', '.join(sorted(tables))}")
+        raise HealthError(
+            f"profile {name} extends {base!r}, which there is not; there are: {', '.join(sorted(tables))}"
+        )
     if base in path or base == name:
         raise HealthError(f"profile {name} extends itself, by way of {base}")
     inherited = _merged(base, tables, (*path, name))
@@ -255,7 +258,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     allowed = inner if type(None) in inner or origin is Union else (kind,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if origin is not None and not inner or any(_is(value, each) for each in allowed):
+    if (origin is not None and not inner) or any(_is(value, each) for each in allowed):
         return value
     if isinstance(value, dict) and "Mapping" in str(kind):
         return value
@@ -264,7 +267,9 @@ def _value(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    return isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    return (
+        isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    )
 
 
 def read_folder(folder: Path) -> dict[str, str]:

@@ -53,7 +53,7 @@ class Check:
     action: str
     """What a finding asks of people."""
     about: str
-    """gpu, neuron, network, host or site: which profiles it is for."""
+    """gpu, neuron, network, host, active or site."""
     events: bool = False
     """It reads events, which grow old: that it passes again mends nothing until the node has booted."""
 
@@ -65,7 +65,20 @@ class Check:
 
 REGISTER: dict[str, Check] = {}
 
-OURS = ("gpu",)
+OURS = (
+    "gpu",
+    "gpu_memory",
+    "gpu_load",
+    "gpu_links",
+    "xid",
+    "dcgm",
+    "neuron",
+    "network",
+    "storage",
+    "host",
+    "host_log",
+    "active",
+)
 """The modules of checks of this package."""
 
 
@@ -84,7 +97,9 @@ def check(
     def add(function: Function) -> Function:
         known = register.get(name)
         if known is not None and known.run.__module__ != function.__module__:
-            raise ValueError(f"two checks are called {name}: in {known.run.__module__} and {function.__module__}")
+            raise ValueError(
+                f"two checks are called {name}: in {known.run.__module__} and {function.__module__}"
+            )
         register[name] = Check(name, level, function, source, action, about, events)
         return function
 

@@ -1,4 +1,4 @@
-"""What a check says: a status, a severity, and the reason in words. Plain data, and how it is written as JSON."""
+"""What a check says: a status, a severity, and the reason in words; and how that is written as JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Severity(IntEnum):
 
 
 EXIT_CODES: Mapping[Status, int] = {Status.SKIP: 0, Status.OK: 0, Status.WARN: 1, Status.CRITICAL: 2}
-"""Nagios' exit codes. A skip is no failure; 3 (UNKNOWN) is for wrong usage and for faults of our own alone."""
+"""Nagios' exit codes. A skip is no failure; 3 (UNKNOWN) is for wrong usage alone."""
 
 UNKNOWN = 3
 
@@ -55,7 +55,7 @@ class Result:
     reason: str
     severity: Severity = Severity.OK
     device: str = ""
-    """Such as `gpu3`, `0000:9b:00` (a GPU in the kernel log), `mlx5_0/1` or `/scratch`; empty: the whole node."""
+    """Such as `gpu3`, `0000:9b:00` (a GPU in the kernel log), `mlx5_0/1`, `/scratch`; empty: the node."""
     value: Value = None
     limit: Value = None
     check: str = ""

@@ -12,11 +12,14 @@ import selectors
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from everstep.healthcheck.readers.proc import Usage
 
 FOLDERS = (
     "/usr/bin",
@@ -74,11 +77,23 @@ class Runner(Protocol):
     def run(self, argv: Sequence[str], seconds: float, *, first_line: bool = False) -> Ran:
         """Run a command without a shell and take its output; `first_line`: stop it after one."""
 
+    def run_python(self, program: str, words: Sequence[str], seconds: float, *, isolated: bool = True) -> Ran:
+        """The same for a few lines of Python, in a child; `isolated`: with the standard library alone."""
+
+    def usage(self, path: str) -> Usage | None:
+        """How full the file system mounted there is; None where a recorded node does not tell."""
+
     def read(self, name: str) -> bytes | None:
         """A regular file's content; None where it cannot be read."""
 
     def names(self, folder: str) -> list[str]:
         """The names in a folder, sorted; none where there is no such folder."""
+
+    def link(self, name: str) -> str | None:
+        """The last part of where a symbolic link points; None where it is none."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is something of that name."""
 
 
 class System:
@@ -115,13 +130,24 @@ class System:
         tool = self.which(argv[0])
         if tool is None:
             return Ran(None, missing=True)
+        return self._run([tool, *argv[1:]], seconds, first_line)
+
+    def run_python(self, program: str, words: Sequence[str], seconds: float, *, isolated: bool = True) -> Ran:
+        if isolated:
+            return self._run([sys.executable, "-I", "-S", "-c", program, *words], seconds, False)
+        return self._run([sys.executable, "-c", program, *words], seconds, False, dict(os.environ))
+
+    def _run(
+        self, argv: Sequence[str], seconds: float, first_line: bool, environment: dict[str, str] | None = None
+    ) -> Ran:
         if self.deadline is not None:
             seconds = min(seconds, max(0.1, self.deadline - self._clock()))
-        environment = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "HOME": os.environ.get("HOME", "/")}
+        if environment is None:
+            environment = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "HOME": "/"}
         start = self._clock()
         try:
             process = subprocess.Popen(
-                [tool, *argv[1:]],
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -130,7 +156,7 @@ class System:
                 start_new_session=True,
             )
         except OSError as error:
-            return Ran(126, err=f"{tool}: {error.strerror}".encode())
+            return Ran(126, err=f"{argv[0]}: {error.strerror}".encode())
         out, err, ended = self._collect(process, start + seconds, first_line)
         if not ended and process.poll() is None:
             _kill(process)
@@ -141,7 +167,9 @@ class System:
             return Ran(0 if ended == "line" else process.returncode, out, err, took)
         return Ran(None, out, err, took, timed_out=True)
 
-    def _collect(self, process: subprocess.Popen[bytes], end: float, first_line: bool) -> tuple[bytes, bytes, str]:
+    def _collect(
+        self, process: subprocess.Popen[bytes], end: float, first_line: bool
+    ) -> tuple[bytes, bytes, str]:
         """Its output until it has ended (`exit`), has said one line (`line`), or is out of time (empty)."""
         chunks: dict[int, list[bytes]] = {}
         size = 0
@@ -177,6 +205,24 @@ class System:
         out, err = (b"".join(chunks[fd]) for fd in fds)
         return out, err, how
 
+    def usage(self, path: str) -> Usage | None:
+        where = self.path(path)
+        try:
+            # A folder of a recording is no file system of its own: how full this machine is says nothing.
+            if self.recorded and os.lstat(where).st_dev == os.lstat(self.root).st_dev:
+                return None
+            told = os.statvfs(where)
+        except OSError:
+            return None
+        return Usage(
+            path,
+            told.f_blocks * told.f_frsize,
+            (told.f_blocks - told.f_bfree) * told.f_frsize,
+            told.f_bavail * told.f_frsize,
+            told.f_files,
+            told.f_files - told.f_ffree,
+        )
+
     def read(self, name: str) -> bytes | None:
         # Without blocking: a FIFO or a device in the place of a file must not hold us up.
         try:
@@ -202,6 +248,15 @@ class System:
             return sorted(os.listdir(self.path(folder)))
         except OSError:
             return []
+
+    def link(self, name: str) -> str | None:
+        try:
+            return os.path.basename(os.readlink(self.path(name)))
+        except OSError:
+            return None
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.path(name))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

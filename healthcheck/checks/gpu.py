@@ -1,13 +1,16 @@
-"""GPUs: whether the driver answers, and whether all of them are there."""
+"""GPUs: whether the driver answers, whether all of them are there, and whether they are free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from everstep.healthcheck.checks.each import each
+from everstep.healthcheck.errors import Absent
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
+from everstep.healthcheck.readers.smi import Gpu
 from everstep.healthcheck.registry import Level, check
-from everstep.healthcheck.result import Result, Severity, critical, ok, warn
+from everstep.healthcheck.result import Result, Severity, critical, ok, skip, warn
 
 EXIT_CODES: dict[int, tuple[str, Severity | None]] = {
     6: ("finds no GPU", Severity.REBOOT),
@@ -65,7 +68,16 @@ def gpu_count(facts: Facts, profile: Profile) -> Iterable[Result]:
     """All GPUs are there."""
     found = len(facts.gpus)
     wanted = profile.gpu.count
-    if wanted is not None and found < wanted:
+    on_the_bus = facts.gpus_on_the_bus
+    if wanted is None and found < on_the_bus:
+        yield critical(
+            f"the driver has {found} of the {on_the_bus} GPUs on the PCI bus: "
+            "reboot, and replace what does not come back",
+            Severity.REBOOT,
+            value=found,
+            limit=on_the_bus,
+        )
+    elif wanted is not None and found < wanted:
         yield critical(
             f"{found} of {wanted} GPUs: reboot, and replace what does not come back",
             Severity.REBOOT,
@@ -76,3 +88,80 @@ def gpu_count(facts: Facts, profile: Profile) -> Iterable[Result]:
         yield warn(f"{found} GPUs, and the profile {profile.name} says {wanted}", value=found, limit=wanted)
     else:
         yield ok(f"{found} GPUs", value=found, limit=wanted)
+
+
+@check(
+    "gpu_persistence",
+    Level.LIGHT,
+    source="nvidia-smi -q -x: persistence_mode",
+    action="start nvidia-persistenced, or nvidia-smi -pm 1",
+    about="gpu",
+)
+def gpu_persistence(facts: Facts, profile: Profile) -> Iterable[Result]:
+    """The driver stays loaded where the profile wants that."""
+    if not profile.gpu.persistence:
+        return [skip(f"the profile {profile.name} does not ask for it")]
+
+    def judge(gpu: Gpu) -> list[Result] | None:
+        on = gpu.yes("persistence_mode")
+        if on is None:
+            return None
+        return [] if on else [warn("persistence mode is off: start nvidia-persistenced", gpu.name)]
+
+    return each(facts.gpus, judge, sound="on", unsupported="the GPUs tell no persistence mode")
+
+
+@check(
+    "gpu_processes",
+    Level.LIGHT,
+    source="nvidia-smi -q -x and --query-compute-apps=pid, on the GPUs of this job alone",
+    action="end the processes",
+    about="gpu",
+)
+def gpu_processes(facts: Facts, profile: Profile) -> Iterable[Result]:
+    """Nothing is left over on GPUs that should be idle, as in a Prolog or an Epilog."""
+    idle = facts.idle_gpus
+    if idle is None:
+        return [skip("judged in a Prolog and an Epilog, or with --idle-gpus")]
+    known: set[int] = set()
+    results = []
+    for gpu in facts.gpus:
+        for pid, name, _ in gpu.processes():
+            known.add(pid)
+            if gpu.index in idle and not _is_service(name):
+                results.append(_left_over(pid, name, gpu.name))
+    if idle.issuperset(gpu.index for gpu in facts.gpus):
+        # This list does not say on which GPU a process is: it serves where the job has them all.
+        results += [_left_over(pid, name, "") for pid, name in _queried(facts) if pid not in known]
+    return results or [ok("nothing is left over")]
+
+
+SERVICES = (
+    "nvidia-cuda-mps-server",
+    "nvidia-cuda-mps-control",
+    "nv-hostengine",
+    "nvidia-persistenced",
+    "dcgm",
+)
+
+
+def _is_service(name: str) -> bool:
+    return any(each in name for each in SERVICES)
+
+
+def _left_over(pid: int, name: str, device: str) -> Result:
+    words = f"process {pid}{f' ({name})' if name else ''} is left over: end it, or reset the GPU"
+    return critical(words, Severity.RESET, device, value=pid)
+
+
+def _queried(facts: Facts) -> list[tuple[int, str]]:
+    try:
+        text = facts.smi_tool("--query-compute-apps=pid,name", "--format=csv,noheader")
+    except Absent:
+        return []
+    found = []
+    for line in text.splitlines():
+        pid, _, name = line.partition(",")
+        if pid.strip().isdigit() and not _is_service(name):
+            found.append((int(pid), name.strip()))
+    return found

@@ -6,10 +6,11 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 _UNSUPPORTED = re.compile(
-    r"^\[?(N/?A|Not Supported|Unsupported|Requested functionality has been deprecated|Insufficient Permissions"
-    r"|Not Available|Not Applicable|Unknown|-)?\]?$",
+    r"^\[?(N/?A|Not Supported|Unsupported|Requested functionality has been deprecated"
+    r"|Insufficient Permissions|Not Available|Not Applicable|Unknown|-)?\]?$",
     re.IGNORECASE,
 )
 _BROKEN = re.compile(r"ERR!|Unknown Error|GPU is lost|GPU requires reset", re.IGNORECASE)
@@ -64,7 +65,7 @@ class Gpu:
         return next((text for path in paths if (text := self.text(path)) is not None), None)
 
     def number(self, *paths: str) -> float | None:
-        """The number in the first of these that says something, without its unit; None where there is none."""
+        """The number in the first of these that says something, without its unit; else None."""
         text = self.first(*paths)
         found = _NUMBER.match(text) if text is not None else None
         return float(found.group(1)) if found else None
@@ -104,7 +105,7 @@ def parse(output: bytes) -> Smi:
     """Read the output as far as it goes; GPUs that are there whole count."""
     text = _NO_XML.sub("?", output.decode("utf-8", "replace"))
     # Our own parser would be no safer: this is the driver's tool's output, and expat refuses entity bombs.
-    parser = ET.XMLPullParser(["end"])
+    parser: Any = ET.XMLPullParser(["end"])
     elements: list[ET.Element] = []
     attached, driver = None, ""
     complete = False
