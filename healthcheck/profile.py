@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,11 +239,16 @@ def _built(name: str, table: Mapping[str, Any]) -> Profile:
 
 
 def _dataclass(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     unknown = [key for key in table if key not in hints]
     if unknown:
         raise HealthError(f"{where}: there is no {unknown[0]!r}; there are: {', '.join(sorted(hints))}")
     return kind(**{key: _value(hints[key], value, f"{where}: {key}") for key, value in table.items()})
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:

@@ -112,7 +112,7 @@ def throttled(device: str, samples: Sequence[tuple[float, Sample]], profile: Gpu
         if len(counted) > 1:
             seconds = counted[-1][0] - counted[0][0]
             grown = counted[-1][1] - counted[0][1]
-            if seconds >= 60 and grown >= 0:
+            if seconds >= window * 30 and grown >= 0:  # half of the window at the least
                 rate = max(rate, grown / 1e6 / seconds)
         if rate > limit:
             text = f"{words} in {rate:.1f} of each minute over {window:.0f} min: look at cooling and power"
