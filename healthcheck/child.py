@@ -14,10 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.healthcheck.errors import HealthError
 from everstep.healthcheck.result import Report
+
+if TYPE_CHECKING:
+    from everstep.healthcheck.examine import Request
 
 _SPARE_S = 2.0
 """Of the limit, what starting Python and writing the answer may take."""
@@ -30,6 +33,12 @@ class Answer:
     report: Report | None
     faults: tuple[str, ...] = ()
     """Failures of everstep's own."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    request: Request
+    node_name: str | None
 
 
 def command(
@@ -90,10 +99,15 @@ def parse(text: bytes | str) -> Answer:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the checks as the site's file says, print one JSON object a run."""
     options = _options(words)
+    try:
+        prepared, faults = _prepare(options.level, options.limit, options.config)
+    except HealthError as error:
+        print(json.dumps({"report": None, "faults": [str(error)]}), flush=True)
+        return 0
     while True:
         start = time.monotonic()
         try:
-            print(json.dumps(_once(options.level, options.limit, options.config)), flush=True)
+            print(json.dumps(_once(prepared, faults)), flush=True)
         except BrokenPipeError:
             return 0
         if not options.every:
@@ -104,33 +118,41 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
 
 
-def _once(level: str, limit_s: float | None, config: str | None) -> dict[str, Any]:
+def _prepare(level: str, limit_s: float | None, config: str | None) -> tuple[_Prepared, tuple[str, ...]]:
+    """What is the same in every run: the site's file, its checks and its profiles."""
     from everstep.healthcheck import plugins, site
     from everstep.healthcheck.cli_check import idle
-    from everstep.healthcheck.examine import TOTAL_S, Request, examine
+    from everstep.healthcheck.examine import TOTAL_S, Request
     from everstep.healthcheck.registry import Level
 
+    settings = site.load(config).site
+    faults = plugins.load(settings)
+    which = Level[level.upper()]
+    total = TOTAL_S.get(which)
+    if limit_s is not None:
+        total = min(total or limit_s, max(1.0, limit_s - _SPARE_S))
+    request = Request(
+        level=which,
+        off=settings.off(),
+        profile=settings.profile or "auto",
+        root=Path(settings.root or "/"),
+        idle_gpus=idle(None),
+        site_profiles=plugins.profiles(settings),
+        site_checks=False,  # they are in the register already
+        total_s=total,
+    )
+    return _Prepared(request, settings.node_name), faults
+
+
+def _once(prepared: _Prepared, faults: tuple[str, ...]) -> dict[str, Any]:
+    from everstep.healthcheck.examine import examine
+
     try:
-        settings = site.load(config).site
-        faults = plugins.load(settings)
-        which = Level[level.upper()]
-        total = TOTAL_S.get(which)
-        if limit_s is not None:
-            total = min(total or limit_s, max(1.0, limit_s - _SPARE_S))
-        request = Request(
-            level=which,
-            off=settings.off(),
-            profile=settings.profile or "auto",
-            root=Path(settings.root or "/"),
-            idle_gpus=idle(None),
-            site_profiles=plugins.profiles(settings),
-            total_s=total,
-        )
-        report = examine(request)
+        report = examine(prepared.request)
     except HealthError as error:
         return {"report": None, "faults": [str(error)]}
-    if settings.node_name:
-        report = replace(report, node=settings.node_name)
+    if prepared.node_name:
+        report = replace(report, node=prepared.node_name)
     return {"report": report.as_dict(), "faults": [*faults, *report.faults]}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from everstep.healthcheck.errors import Absent, HealthError
 from everstep.healthcheck.facts import Facts
@@ -239,7 +239,7 @@ def _built(name: str, table: Mapping[str, Any]) -> Profile:
 
 
 def _dataclass(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    hints = _hints(kind)
+    hints = _hints(cast(Any, kind))
     unknown = [key for key in table if key not in hints]
     if unknown:
         raise HealthError(f"{where}: there is no {unknown[0]!r}; there are: {', '.join(sorted(hints))}")

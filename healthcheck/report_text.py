@@ -14,6 +14,8 @@ from everstep.launcher.slurm.client import Job, fold
 COLOURS = {Status.CRITICAL: "red", Status.WARN: "yellow"}
 LONG = 100
 """Characters of a reason in a table; `-R` shows all of it."""
+LONG_LIST = 32
+"""A longer list of nodes has a line of its own."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,16 @@ def _bad(overview: Overview, *, short: bool) -> list[str]:
     for group in ordered:
         why = _cut(group.why) if short else group.why
         since = _age(overview.at, group.since)
-        body.append([group.names, group.first.word, since, group.first.by or "-", why])
+        names = group.names if len(group.names) <= LONG_LIST else f"{len(group.rows)} nodes"
+        body.append([names, group.first.word, since, group.first.by or "-", why])
     lines = table(head, body, [group.first.status for group in ordered])
-    after = [f"  next: {group.first.next}" if group.first.next else "" for group in ordered]
     woven = [lines[0]]
-    for line, what in zip(lines[1:], after, strict=True):
-        woven += [line, what] if what else [line]
+    for line, group in zip(lines[1:], ordered, strict=True):
+        woven.append(line)
+        if len(group.names) > LONG_LIST:
+            woven.append(f"  nodes: {group.names}")
+        if group.first.next:
+            woven.append(f"  next: {group.first.next}")
     return woven
 
 

@@ -499,6 +499,24 @@ def test_a_folder_that_is_not_there_is_a_note_and_not_the_end() -> None:
     assert overview.rows
 
 
+def test_of_a_last_result_the_report_keeps_what_was_found_and_the_status(tmp_path: Path) -> None:
+    passes = tuple(Result(Status.OK, "in order", check=f"check{i}") for i in range(3))
+    (tmp_path / "n1.json").write_bytes(record("n1", *passes, bad()).to_json())
+    (tmp_path / "n2.json").write_bytes(
+        record("n2", Result(Status.SKIP, "none", check="a"), *passes).to_json()
+    )
+    found, _ = records.read_folder(tmp_path, ["n1", "n2"])
+    assert [each.check for each in found["n1"].report.results] == ["xid"]
+    assert (found["n1"].report.status, found["n2"].report.status) == (Status.CRITICAL, Status.OK)
+
+
+def test_a_long_list_of_nodes_has_a_line_of_its_own() -> None:
+    nodes = [node(f"gpu{i:03}", "DOWN", reason="Not responding") for i in range(0, 40, 2)]
+    lines = plain(report_text.by_reason(build(nodes, {}, now=NOW))).splitlines()
+    assert lines[1].startswith("20 nodes  down")
+    assert lines[2].startswith("  nodes: gpu[000,002,")
+
+
 def test_the_newest_of_several_results_counts(tmp_path: Path) -> None:
     (tmp_path / "gpu004.json").write_bytes(record("gpu004", bad(), at=NOW).to_json())
     overview = ask.overview(
