@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -41,7 +42,7 @@ class Limits:
     def of(cls, level: Level) -> Limits:
         """Light must be over within 5 s, whatever hangs."""
         if level is Level.LIGHT:
-            return cls(smi=4.0, tool=3.0, mount=3.0, dcgm=3.0)
+            return cls(smi=3.0, tool=2.3, mount=2.3, dcgm=2.3)
         if level is Level.FULL:
             return cls()
         return cls(smi=60.0, tool=30.0, mount=10.0, dcgm=3 * 3600.0)
@@ -85,6 +86,16 @@ class Facts:
             raise kept
         return kept  # type: ignore[no-any-return]
 
+    def begin(self) -> None:
+        """Start the slow readings in the background, so that they go on side by side with all else."""
+
+        def start(name: str) -> None:
+            with contextlib.suppress(Absent):
+                getattr(self, name)
+
+        for name in ("smi", "kernel_log", "network_mounts"):
+            threading.Thread(target=start, args=(name,), daemon=True, name=f"everstep-{name}").start()
+
     def text(self, path: str) -> str | None:
         """A small file's text, stripped; None where it cannot be read."""
         data = self.runner.read(path)
@@ -125,11 +136,11 @@ class Facts:
         return self.smi.gpus
 
     @property
-    def gpus_on_the_bus(self) -> int:
-        """How many NVIDIA GPUs the PCI bus shows, whatever the driver says; 0 where there is no telling."""
+    def gpus_on_the_bus(self) -> list[str]:
+        """The PCI device numbers of the NVIDIA GPUs on the bus, whatever the driver says."""
 
-        def make() -> int:
-            found = 0
+        def make() -> list[str]:
+            found = []
             for each in self.runner.names("/sys/bus/pci/devices"):
                 folder = f"/sys/bus/pci/devices/{each}"
                 # 0x03: display controllers; NVSwitches are bridges. Another driver's is a VM's, say.
@@ -138,7 +149,7 @@ class Facts:
                     and (self.text(f"{folder}/class") or "").startswith("0x03")
                     and self.runner.link(f"{folder}/driver") in (None, "nvidia")
                 ):
-                    found += 1
+                    found.append(self.text(f"{folder}/device") or "")
             return found
 
         return self.once("PCI bus", make)
@@ -288,7 +299,7 @@ class Facts:
             if data and data.strip():
                 return KernelLog(data, now=now, uptime=self.uptime, source=path)
         if ran.timed_out:
-            raise TimedOut(f"dmesg did not answer in {ran.seconds:.0f} s")
+            raise TimedOut(f"dmesg did not answer in {ran.seconds:.0f} s", owner="host_kernel_log")
         raise Absent(f"the kernel log cannot be read: {ran.said or 'dmesg is missing or prints nothing'}")
 
     @property
@@ -398,8 +409,8 @@ class Facts:
             each.path for each in self._mounts_or_none() if each.kind not in proc.LOCAL and each.path != "/"
         }
         skipped.discard(proc.SHM)
-        for argv in (("df", "-P", "-k"), ("df", "-P", "-i")):
-            for which, path, size, used, free in proc.df(self.tool(*argv)):
+        for option in ("-k", "-i"):
+            for which, path, size, used, free in proc.df(self.tool("df", "-P", option, owner="disk_space")):
                 if path in skipped or path.startswith(_NOT_ASKED):
                     continue
                 if which == "inodes":
@@ -470,13 +481,13 @@ class Facts:
 
     # Tools
 
-    def tool(self, *argv: str, seconds: float | None = None) -> str:
+    def tool(self, *argv: str, owner: str = "") -> str:
         """What a tool prints. Absent where it is missing or fails, TimedOut where it hangs."""
-        ran = self.runner.run(argv, self.limits.tool if seconds is None else seconds)
+        ran = self.runner.run(argv, self.limits.tool)
         if ran.missing:
             raise Absent(f"there is no {argv[0]}")
         if ran.timed_out:
-            raise TimedOut(f"{' '.join(argv[:3])} did not answer in {ran.seconds:.0f} s")
+            raise TimedOut(f"{' '.join(argv[:3])} did not answer in {ran.seconds:.0f} s", owner)
         if ran.code:
             raise Absent(f"{' '.join(argv[:3])} failed with exit code {ran.code}: {ran.said}")
         return ran.out.decode("utf-8", "replace")

@@ -148,7 +148,7 @@ def default_store(root: Path) -> FileStore:
     _forget_old(recorded)
     try:
         about = root.stat()
-        words = f"{root.resolve()} {about.st_dev} {about.st_ino}"
+        words = f"{root.resolve()} {about.st_dev} {about.st_ino} {about.st_ctime_ns}"
     except OSError:
         words = str(root)
     return FileStore(recorded / f"{hashlib.sha256(words.encode()).hexdigest()[:16]}.json")

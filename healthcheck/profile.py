@@ -31,7 +31,7 @@ class Detect:
 
     instance_types: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
-    """Parts of the GPUs' product names."""
+    """GPUs' product names: words that are in them, or the whole name after `=`."""
     order: int = 100
     """Where several fit, the lowest wins."""
 
@@ -49,6 +49,8 @@ class GpuProfile:
     clique: bool = False
     """Wants a clique and a cluster UUID, as in an NVL72."""
     persistence: bool = False
+    pcie_width: int | None = None
+    """Lanes of each GPU; None: as many as its siblings have, since some hosts give fewer by design."""
     xid_window_h: float = 72.0
     throttle_per_minute: float = 0.6
     throttle_window_min: float = 10.0
@@ -152,6 +154,7 @@ def _parsed(name: str, text: str) -> dict[str, Any]:
     return table
 
 
+@functools.cache
 def ours() -> dict[str, str]:
     """The TOML texts of the profiles of this package, by name."""
     folder = resources.files("everstep.healthcheck") / "profiles"
@@ -168,19 +171,27 @@ def find(wanted: str, profiles: Mapping[str, Profile], facts: Facts) -> Profile:
         if wanted not in profiles:
             raise HealthError(f"there is no profile {wanted!r}; there are: {', '.join(sorted(profiles))}")
         return profiles[wanted]
-    return detect(profiles, instance_type(facts), products(facts))
+    kind = instance_type(facts)
+    # The products may have to be asked of nvidia-smi, which takes its time.
+    return of_instance_type(profiles, kind) or of_products(profiles, products(facts))
 
 
-def detect(profiles: Mapping[str, Profile], kind: str, names: Sequence[str]) -> Profile:
-    """The profile for an instance type (or an empty word) and the GPUs' product names. Pure."""
-    by_order = sorted(profiles.values(), key=lambda each: (each.detect.order, each.name))
-    for each in by_order:
-        if kind and kind in each.detect.instance_types:
-            return each
-    for each in by_order:
+def of_instance_type(profiles: Mapping[str, Profile], kind: str) -> Profile | None:
+    """The profile for an instance type; None where there is none. Pure."""
+    fitting = (each for each in _in_order(profiles) if kind and kind in each.detect.instance_types)
+    return next(fitting, None)
+
+
+def of_products(profiles: Mapping[str, Profile], names: Sequence[str]) -> Profile:
+    """The profile for the GPUs' product names, all of which must fit. Pure."""
+    for each in _in_order(profiles):
         if names and each.detect.products and all(_fits(name, each.detect.products) for name in names):
             return each
     return profiles["gpu" if names else "cpu"]
+
+
+def _in_order(profiles: Mapping[str, Profile]) -> list[Profile]:
+    return sorted(profiles.values(), key=lambda each: (each.detect.order, each.name))
 
 
 def instance_type(facts: Facts) -> str:
@@ -202,11 +213,25 @@ def products(facts: Facts) -> list[str]:
     try:
         return [gpu.product for gpu in facts.gpus]
     except Absent:
-        return []
+        return [_BY_PCI_DEVICE.get(device, "NVIDIA GPU") for device in facts.gpus_on_the_bus]
+
+
+_BY_PCI_DEVICE = {
+    "0x20b0": "NVIDIA A100-SXM4-40GB",
+    "0x20b2": "NVIDIA A100-SXM4-80GB",
+    "0x2330": "NVIDIA H100 80GB HBM3",
+    "0x2335": "NVIDIA H200",
+    "0x2901": "NVIDIA B200",
+    "0x2941": "NVIDIA GB200",
+}
+"""For a driver that says nothing."""
 
 
 def _fits(name: str, parts: Sequence[str]) -> bool:
-    return any(all(word in name for word in part.split()) for part in parts)
+    return any(
+        name == part[1:] if part.startswith("=") else all(word in name for word in part.split())
+        for part in parts
+    )
 
 
 def _merged(name: str, tables: Mapping[str, dict[str, Any]], path: tuple[str, ...]) -> dict[str, Any]:

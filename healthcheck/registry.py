@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -110,13 +111,18 @@ def load(*, sites: bool = True) -> tuple[Mapping[str, Check], tuple[str, ...]]:
     """All checks, ours and the sites', and what went wrong with the latter: a broken one stops no other."""
     for module in OURS:
         importlib.import_module(f"everstep.healthcheck.checks.{module}")
+    return REGISTER, _load_sites() if sites else ()
+
+
+@functools.cache
+def _load_sites() -> tuple[str, ...]:
     faults = []
-    for entry in metadata.entry_points(group=GROUP) if sites else ():
+    for entry in metadata.entry_points(group=GROUP):
         try:
             entry.load()
         except Exception as error:  # whatever a site's module does when it is imported
             faults.append(f"the site's checks {entry.name} ({entry.value}) cannot be loaded: {error}")
-    return REGISTER, tuple(faults)
+    return tuple(faults)
 
 
 def chosen(

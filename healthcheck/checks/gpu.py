@@ -68,7 +68,7 @@ def gpu_count(facts: Facts, profile: Profile) -> Iterable[Result]:
     """All GPUs are there."""
     found = len(facts.gpus)
     wanted = profile.gpu.count
-    on_the_bus = facts.gpus_on_the_bus
+    on_the_bus = len(facts.gpus_on_the_bus)
     if wanted is None and found < on_the_bus:
         yield critical(
             f"the driver has {found} of the {on_the_bus} GPUs on the PCI bus: "

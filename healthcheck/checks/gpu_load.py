@@ -192,8 +192,13 @@ def gpu_clocks(facts: Facts, profile: Profile) -> Iterable[Result]:
 def gpu_pcie(facts: Facts, profile: Profile) -> Iterable[Result]:
     """The PCIe link is as wide as it can be, and under load as fast."""
 
+    where = "pci/pci_gpu_link_info"
+    widths: dict[str, float] = {}  # the widest of each product
+    for each_gpu in facts.gpus:
+        lanes = each_gpu.number(f"{where}/link_widths/current_link_width") or 0.0
+        widths[each_gpu.product] = max(lanes, widths.get(each_gpu.product, 0.0))
+
     def judge(gpu: Gpu) -> list[Result] | None:
-        where = "pci/pci_gpu_link_info"
         width, most = (
             gpu.number(f"{where}/link_widths/current_link_width"),
             gpu.number(f"{where}/link_widths/max_link_width"),
@@ -201,6 +206,7 @@ def gpu_pcie(facts: Facts, profile: Profile) -> Iterable[Result]:
         if width is None or most is None:
             return None
         results = []
+        most = min(most, profile.gpu.pcie_width or widths[gpu.product])
         if width < most:
             words = f"PCIe x{width:.0f} of x{most:.0f}: reboot, and reseat or replace the GPU if it stays"
             results.append(critical(words, Severity.REBOOT, gpu.name, value=int(width), limit=int(most)))

@@ -8,22 +8,33 @@ from collections.abc import Iterable
 from everstep.healthcheck.errors import Absent
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
-from everstep.healthcheck.readers.kernel_log import Event, ago
+from everstep.healthcheck.readers.kernel_log import Event, Pattern, ago
 from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, critical, ok, warn
 
-OOM = re.compile(rb"(?<!cgroup )[Oo]ut of memory: Kill(?:ed)? process (\d+) \(([^)]*)\)")
-MACHINE_CHECK = re.compile(
-    rb"(?:mce: )?\[Hardware Error\]: ([^\n]{0,60})|EDAC (MC\d+): \d+ (UE|CE)\b|(mce: Uncorrected[^\n]{0,60})"
+OOM = Pattern(
+    b"ut of memory: Kill",
+    regex=rb"(?<!cgroup )[Oo]ut of memory: Kill(?:ed)? process (\d+) \(([^)]*)\)",
 )
-HUNG_TASK = re.compile(rb"task ([^:\n]+):\d+[^\n]+?blocked for more than \d+ seconds")
-SOFT_LOCKUP = re.compile(rb"soft lockup - CPU#(\d+) stuck for")
-NVME = re.compile(
-    rb"nvme (nvme\d+): (?:I/O [^\n]*?timeout, (reset controller)"
-    rb"|[^\n]*?(aborting reset|Removing after probe failure))"
+MACHINE_CHECK = Pattern(
+    b"[Hardware Error]",
+    b"EDAC MC",
+    b"mce: Uncorrected",
+    regex=rb"\[Hardware Error\]: ([^\n]{0,60})|EDAC (MC\d+): \d+ (UE|CE)\b|(mce: Uncorrected[^\n]{0,60})",
 )
-NFS = re.compile(rb"nfs: server (\S+) (not responding|OK)")
-REMOUNTED = re.compile(rb"(?:\(([^)\s]+)\):? ?)?Remounting filesystem read-only")
+HUNG_TASK = Pattern(
+    b"blocked for more than", regex=rb"task ([^:\n]+):\d+[^\n]+?blocked for more than \d+ seconds"
+)
+SOFT_LOCKUP = Pattern(b"soft lockup", regex=rb"soft lockup - CPU#(\d+) stuck for")
+NVME = Pattern(
+    b"reset controller",
+    b"aborting reset",
+    b"Removing after probe failure",
+    regex=rb"nvme (nvme\d+): (?:I/O [^\n]*?timeout, (reset controller)"
+    rb"|[^\n]*?(aborting reset|Removing after probe failure))",
+)
+NFS = Pattern(b"nfs: server", regex=rb"nfs: server (\S+) (not responding|OK)")
+REMOUNTED = Pattern(b"Remounting filesystem", regex=rb"(?:\(([^)\s]+)\):? ?)?Remounting filesystem read-only")
 
 _DAEMONS = (
     "slurmd",
@@ -45,6 +56,20 @@ def _within(profile: Profile) -> float:
 
 def _when(event: Event) -> str:
     return f" ({ago(event)})" if ago(event) else ""
+
+
+@check(
+    "host_kernel_log",
+    Level.LIGHT,
+    source="dmesg, journalctl -k -b",
+    action="look at why the kernel log cannot be read",
+    about="host",
+)
+def host_kernel_log(facts: Facts, profile: Profile) -> Result:
+    """The kernel log since boot can be read."""
+    log = facts.kernel_log
+    lines = log.data.count(b"\n")
+    return ok(f"{lines} lines of {log.source}{', its beginning lost' if log.wrapped else ''}", value=lines)
 
 
 @check(

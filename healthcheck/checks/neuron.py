@@ -9,7 +9,7 @@ from everstep.healthcheck.checks.each import each
 from everstep.healthcheck.errors import Absent, TimedOut
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
-from everstep.healthcheck.readers.kernel_log import ago
+from everstep.healthcheck.readers.kernel_log import Pattern, ago
 from everstep.healthcheck.readers.neuron import Neuron
 from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, critical, ok, skip, warn
@@ -24,7 +24,7 @@ STATUS = {
 }
 """What each status counter means; those of severity monitor are warnings."""
 
-LOG = re.compile(rb"NEURON_HW_ERR=(\w+)[^\n]*?\bnd-id=(\d+)")
+LOG = Pattern(b"NEURON_HW_ERR", regex=rb"NEURON_HW_ERR=(\w+)[^\n]*?\bnd-id=(\d+)")
 _ACTION = re.compile(r"\baction=(\w+)")
 _SERIAL = re.compile(r"\bserial-num=(\w+)")
 

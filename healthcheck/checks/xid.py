@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from everstep.healthcheck.checks.gpu_memory import recovery
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
-from everstep.healthcheck.readers.kernel_log import Event, ago
+from everstep.healthcheck.readers.kernel_log import Event, Pattern, ago
 from everstep.healthcheck.readers.smi import pci
 from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, Status, critical, ok, warn
 
-XID = re.compile(rb"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\)[^\n]*?: (\d+),")
-SXID = re.compile(rb"SXid(?: \(((?:PCI:)?[0-9a-fA-F:.]+)\))?[^\n]*?: (\d+),")
-OFF_THE_BUS = re.compile(rb"NVRM: GPU ((?:PCI:)?[0-9a-fA-F:.]+): GPU has fallen off the bus")
+XID = Pattern(b"NVRM: Xid", regex=rb"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\)(?:: |[^\n]*?: )(\d+),")
+SXID = Pattern(b"SXid", regex=rb"SXid(?: \(((?:PCI:)?[0-9a-fA-F:.]+)\))?[^\n]*?: (\d+),")
+OFF_THE_BUS = Pattern(
+    b"GPU has fallen", regex=rb"NVRM: GPU ((?:PCI:)?[0-9a-fA-F:.]+): GPU has fallen off the bus"
+)
 _FATAL = re.compile(r"\b(?<!non-)(?<!non )fatal\b", re.IGNORECASE)
 _NOT_FATAL = re.compile(r"\bnon[- ]?fatal\b", re.IGNORECASE)
 _CHANGED_TO = re.compile(

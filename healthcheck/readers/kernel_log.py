@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import calendar
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _PREFIX = re.compile(
@@ -19,6 +21,7 @@ _PREFIX = re.compile(
 )
 _HOST = re.compile(rb"^(?:\S+ )?kernel: (?:\[ *\d+\.\d+\] )?")
 _BOOT = b"Linux version "  # the first thing that a kernel says
+_CHUNK = 1 << 16  # bytes
 _LONGEST = 400  # characters of a line that are kept
 
 
@@ -30,6 +33,17 @@ class Stamp:
     """Seconds since boot."""
     wall: float | None = None
     """Unix seconds."""
+
+
+class Pattern:
+    """What to look for: a regular expression with groups, and words of which each match has one.
+
+    Looking for a word first is what makes a log without it cheap, whatever its length.
+    """
+
+    def __init__(self, *words: bytes, regex: bytes) -> None:
+        self.words = words
+        self.regex = re.compile(regex)
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,8 @@ class KernelLog:
         self.data = data[boot:]
         newest = self._newest()
         self._now = newest.wall if now is None else now
+        self._seen: dict[Pattern, dict[tuple[bytes, ...], tuple[int, int]]] = {}
+        self._lock = threading.Lock()
         self._uptime = max((each for each in (uptime, newest.up) if each is not None), default=None)
 
     @property
@@ -67,24 +83,19 @@ class KernelLog:
 
     def find(
         self,
-        pattern: re.Pattern[bytes],
+        pattern: Pattern,
         *,
         within: float | None = None,
         key: Callable[[tuple[str, ...]], tuple[str, ...]] | None = None,
     ) -> list[Event]:
         """The distinct matches, in the order of their last coming, as far back as `within` seconds.
 
-        `pattern` has groups; they, or what `key` makes of them, tell one event from another.
+        The groups, or what `key` makes of them, tell one event from another.
         """
-        seen: dict[tuple[bytes, ...], list[int]] = {}
-        for found in pattern.finditer(self.data):
-            groups = found.groups(b"")
-            known = seen.get(groups)
-            if known is None:
-                seen[groups] = [1, found.start()]
-            else:
-                known[0] += 1
-                known[1] = found.start()
+        with self._lock:
+            if pattern not in self._seen:
+                self._seen[pattern] = self._scan(pattern)
+            seen = self._seen[pattern]
         merged: dict[tuple[str, ...], list[int]] = {}
         for groups, (count, at) in seen.items():
             words = tuple(group.decode("utf-8", "replace") for group in groups)
@@ -98,6 +109,27 @@ class KernelLog:
             if within is None or age is None or age <= within:
                 events.append(Event(name, count, self.line(at), age))
         return events
+
+    def _scan(self, pattern: Pattern) -> dict[tuple[bytes, ...], tuple[int, int]]:
+        """For each match's groups: how often, and where last."""
+        counts: Counter[tuple[bytes, ...]] = Counter()
+        last: dict[tuple[bytes, ...], int] = {}
+        if any(word in self.data for word in pattern.words):
+            end = len(self.data)
+            while end > 0:  # from the end, so that where an event came last is looked for once
+                start = self.data.rfind(b"\n", 0, max(0, end - _CHUNK)) + 1
+                if all(self.data.find(word, start, end) < 0 for word in pattern.words):
+                    end = start
+                    continue
+                found = pattern.regex.findall(self.data, start, end)
+                if pattern.regex.groups == 1:
+                    found = [(group,) for group in found]
+                counts.update(found)
+                if not last.keys() >= set(found):
+                    here = pattern.regex.finditer(self.data, start, end)
+                    last = {match.groups(b""): match.start() for match in here} | last
+                end = start
+        return {groups: (count, last[groups]) for groups, count in counts.items()}
 
     def age(self, stamp: Stamp) -> float | None:
         """Seconds since then."""
@@ -185,8 +217,3 @@ def ago(event: Event) -> str:
                 words.append(f"{last}{event.age / size:.0f} {unit} ago")
                 break
     return ", ".join(words)
-
-
-def any_of(patterns: Iterable[bytes]) -> re.Pattern[bytes]:
-    """One pattern for several lines, none of which need be told apart."""
-    return re.compile(rb"(" + rb"|".join(patterns) + rb")")

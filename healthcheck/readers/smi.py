@@ -13,6 +13,18 @@ _UNSUPPORTED = re.compile(
     r"|Insufficient Permissions|Not Available|Not Applicable|Unknown|-)?\]?$",
     re.IGNORECASE,
 )
+_ANSWERED = (
+    "temperature",
+    "gpu_power_readings",
+    "power_readings",
+    "clocks",
+    "utilization",
+    "fb_memory_usage",
+    "ecc_errors",
+    "remapped_rows",
+    "performance_state",
+    "pci",
+)
 _BROKEN = re.compile(r"ERR!|Unknown Error|GPU is lost|GPU requires reset", re.IGNORECASE)
 _NUMBER = re.compile(r"^\s*(-?\d+(?:\.\d+)?)\s*(?:[A-Za-z%/()]+)?x?\s*$")
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -76,10 +88,15 @@ class Gpu:
         return None if text is None else text.lower() in {"yes", "active", "enabled", "true", "1"}
 
     def broken(self) -> Iterator[tuple[str, str]]:
-        """The elements, with their texts, in which the driver says that the GPU does not answer."""
-        for element in self.element.iter():
-            if element.text and _BROKEN.search(element.text):
-                yield element.tag, element.text.strip()
+        """The elements, with their texts, in which the driver says that the GPU does not answer.
+
+        Only those that any GPU answers: of others it is said as well where a guest may not ask.
+        """
+        for path in _ANSWERED:
+            for parent in self.element.iterfind(path):
+                for element in parent.iter():
+                    if element.text and _BROKEN.search(element.text):
+                        yield element.tag, element.text.strip()
 
     def processes(self) -> Iterator[tuple[int, str, str]]:
         """The compute processes on it: pid, name, type."""

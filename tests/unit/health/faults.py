@@ -323,6 +323,7 @@ FAULTS: dict[str, Fault] = {
         "host_memory_errors", "cpu", _write("/sys/devices/system/edac/mc/mc0/ue_count", "1\n"), severity="replace",
         device="mc0",
     ),
+    "dmesg-hangs": Fault("host_kernel_log", "cpu", lambda n: n.hang("dmesg"), "warn", words="did not answer"),
     "oom": Fault("host_oom", "cpu", _log("Out of memory: Killed process 4242 (python) total-vm:1kB"), "warn", device="python"),
     "oom-daemon": Fault(
         "host_oom", "cpu", _log("Out of memory: Killed process 901 (slurmd) total-vm:1kB"), severity="reboot",
