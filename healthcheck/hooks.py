@@ -15,7 +15,7 @@ import sys
 import syslog
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -78,7 +78,7 @@ def program(machine: Machine) -> int:
             return 0
         hook = machine.site.program
         answer = machine.checks(hook.level, hook.limit_s)
-        node = answer.report.node if answer.report else _name(machine)
+        node = _name(machine)
         settings = machine.site.settings(_after_boot())
         history, lost = _read_history(machine)
         seen: InSlurm | None = None
@@ -227,7 +227,9 @@ def _short(record: Record, node: str) -> tuple[object, ...]:
 
 
 def _record(machine: Machine, report: Report, by: str, action: str, notes: tuple[str, ...]) -> Record:
-    return Record(report, machine.clock(), by, machine.site.mode, machine.boot, action, notes)
+    # Not the name that a recorded node has: it is this one that is drained and reported.
+    named = replace(report, node=_name(machine))
+    return Record(named, machine.clock(), by, machine.site.mode, machine.boot, action, notes)
 
 
 def _asked(action: Action | None) -> str:

@@ -175,7 +175,7 @@ def _foot(overview: Overview) -> list[str]:
     for name, ages in sorted(known.items()):
         span = ago(min(ages)) if len(ages) == 1 else f"{ago(min(ages))} to {ago(max(ages))}"
         parts.append(f"last results of {len(ages)} of {len(overview.rows)} nodes from {name}, {span} old")
-    if not known:
+    if not known and overview.rows:
         parts.append("no node's last result is known here")
     if stale:
         parts.append(f"{stale} too old to count")

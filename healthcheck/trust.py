@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -69,15 +70,12 @@ def read(path: str | Path, *, uid: int | None = None) -> bytes:
 
 
 def write(path: str | Path, data: bytes, *, mode: int = 0o644, uid: int | None = None) -> None:
-    """Put a file in the place of `path`, whole or not at all; its folder is made where it is missing.
+    """Put a file in the place of `path`, whole or not at all; folders are made where they are missing.
 
     Raises Untrusted where the folder is not trusted, or an OSError.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    if not os.path.lexists(folder):
-        parent = resolve(os.path.dirname(folder), uid=uid)
-        os.mkdir(parent / os.path.basename(folder), 0o755)
-    place = resolve(folder, uid=uid)
+    place = _made(folder, uid)
     new = place / f".{name}.{os.getpid()}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -93,6 +91,15 @@ def write(path: str | Path, data: bytes, *, mode: int = 0o644, uid: int | None =
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+def _made(folder: str, uid: int | None) -> Path:
+    """The folder, resolved; made where it is missing, in a trusted one."""
+    if not os.path.lexists(folder):
+        above = _made(os.path.dirname(folder), uid)
+        with contextlib.suppress(FileExistsError):  # another of us was faster
+            os.mkdir(above / os.path.basename(folder), 0o755)
+    return resolve(folder, uid=uid)
 
 
 def _look(here: str, asked: str | Path, lstat: LStat) -> int:

@@ -222,7 +222,10 @@ def _job_names(record: Mapping[str, Any]) -> set[str]:
 
 def _waits_for(record: Mapping[str, Any]) -> str:
     reason = _text(record, "state_reason")
-    return "" if reason == "None" else reason
+    if reason in ("", "None"):
+        return ""
+    told = _text(record, "state_description")
+    return f"{reason}: {told}" if told else reason
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:

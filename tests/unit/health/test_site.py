@@ -105,7 +105,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang(tree: Path) -> None:
 
 
 def test_a_file_is_replaced_whole_and_its_folder_made(tree: Path) -> None:
-    path = tree / "state" / "last.json"
+    path = tree / "lib" / "state" / "last.json"
     for text in (b"one", b"two"):
         trust.write(path, text, mode=0o600, uid=NOT_ROOT)
         assert path.read_bytes() == text
