@@ -124,7 +124,7 @@ def run(name: str, config: str | None = None) -> int:
     log = _Log(name)
     try:
         # Slurm starts a Prolog without a PATH, and one that we are given may be anybody's.
-        os.environ["PATH"] = ":".join([*FOLDERS, str(Path(sys.executable).parent)])
+        os.environ["PATH"] = ":".join([*_slurm_bin(os.getppid()), *FOLDERS])
         return HOOKS[name](_machine(config, log))
     except HealthError as error:
         log(f"nothing was checked: {error}")
@@ -334,6 +334,15 @@ def _machine(config: str | None, log: Callable[[str], None]) -> Machine:
         boot=boot_id(System(Path(loaded.site.root or "/"))),
         environ=os.environ,
     )
+
+
+def _slurm_bin(parent: int) -> list[str]:
+    """The folder of Slurm's commands beside the slurmd that has started us; none where somebody else has."""
+    try:
+        daemon = Path(os.readlink(f"/proc/{parent}/exe"))
+    except OSError:
+        return []
+    return [str(daemon.parents[1] / "bin")] if daemon.name.startswith("slurmd") else []
 
 
 class _Log:

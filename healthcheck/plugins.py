@@ -35,6 +35,9 @@ def load(site: Site, *, uid: int | None = None) -> tuple[str, ...]:
             _import(path)
         except Exception as error:  # whatever a site's file does when it is run
             found.append(f"the site's checks {path} cannot be loaded: {type(error).__name__}: {error}")
+    for name in site.checks:
+        if name not in REGISTER:
+            found.append(f"[checks.{name}] is about no check; `everstep health checks` lists them")
     for name, each in REGISTER.items():
         if not each.run.__module__.startswith(_OURS):
             REGISTER[name] = limited(each)

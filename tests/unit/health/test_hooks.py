@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -391,6 +393,17 @@ def test_one_command_serves_all_three(monkeypatch: pytest.MonkeyPatch, context: 
     monkeypatch.setattr(hooks, "run", lambda each: ran.append(each) or 0)
     assert hooks.main() == 0
     assert ran == [name]
+
+
+def test_slurm_s_commands_are_found_beside_the_slurmd_that_started_us(tmp_path: Path) -> None:
+    (tmp_path / "sbin").mkdir()
+    shutil.copy("/bin/sleep", tmp_path / "sbin" / "slurmd")
+    with subprocess.Popen([tmp_path / "sbin" / "slurmd", "60"]) as slurmd:
+        try:
+            assert hooks._slurm_bin(slurmd.pid) == [str(tmp_path / "bin")]
+        finally:
+            slurmd.kill()
+    assert hooks._slurm_bin(os.getpid()) == []
 
 
 # --- the checks in a process of their own ---

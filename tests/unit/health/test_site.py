@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from everstep.healthcheck import plugins, registry, site, trust
 from everstep.healthcheck.errors import HealthError
@@ -194,6 +196,25 @@ def test_a_named_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
         site.load(tmp_path / "none.toml")
 
 
+DOCS = (Path(__file__).parents[3] / "docs" / "health.md").read_text()
+
+
+def in_docs(language: str) -> str:
+    """The one block of code in that language."""
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+def test_the_file_in_the_documentation_is_right_and_says_what_holds_without_it() -> None:
+    text = in_docs("toml")
+    shown = site.parse(text.encode(), "docs")
+    assert msgspec.structs.replace(shown, checks={}, profile=None) == site.Site()
+    named = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE))
+    for struct in (site.Site, site.Policy, site.Hook, site.Switch):
+        fields = {each.name for each in msgspec.structs.fields(struct)}
+        assert fields <= named | {"policy", "program", "prolog", "epilog", "checks"}
+
+
 # --- a site's own checks ---
 
 CHECK = '''
@@ -229,6 +250,27 @@ def test_a_site_adds_a_check_in_one_file(tmp_path: Path, register: dict[str, Che
     assert (found.status, found.device) == (Status.CRITICAL, "/etc/license")
 
 
+def test_the_check_in_the_documentation_works(tmp_path: Path, register: dict[str, Check]) -> None:
+    (tmp_path / "license_in_docs.py").write_text(in_docs("python"))
+    assert plugins.load(site.Site(plugins=(str(tmp_path / "license_in_docs.py"),)), uid=NOT_ROOT) == ()
+    root = tmp_path / "root"
+    root.mkdir()
+
+    def status() -> Status:
+        found = register["license"].run(Facts(System(root)), Profile("x"))
+        assert isinstance(found, Result)
+        return found.status
+
+    assert status() is Status.SKIP
+    for folder in ("etc/license", "usr/bin"):
+        (root / folder).mkdir(parents=True)
+    (root / "etc/license/servers").write_text("license1\n")
+    assert status() is Status.CRITICAL
+    (root / "usr/bin/lmstat").write_text("#!/bin/sh\nexit 0\n")
+    (root / "usr/bin/lmstat").chmod(0o755)
+    assert status() is Status.OK
+
+
 @pytest.mark.parametrize("text", ["import nothing_like_it\n", "def broken(:\n", "raise ValueError('no')\n"])
 def test_a_broken_file_of_checks_stops_no_other(
     tmp_path: Path, register: dict[str, Check], text: str
@@ -239,6 +281,11 @@ def test_a_broken_file_of_checks_stops_no_other(
     assert len(faults) == 1
     assert "cannot be loaded" in faults[0]
     assert "license_two" in register
+
+
+def test_a_switch_for_a_check_that_there_is_not_is_said(register: dict[str, Check]) -> None:
+    faults = plugins.load(site.parse(b"[checks.gpu_xdi]\nact = 'off'\n", "x"), uid=NOT_ROOT)
+    assert faults == ("[checks.gpu_xdi] is about no check; `everstep health checks` lists them",)
 
 
 def test_a_check_of_a_site_that_hangs_is_given_up_and_named() -> None:
