@@ -12,6 +12,7 @@ from everstep.healthcheck.errors import HealthError
 COMMANDS = {
     "check": "everstep.healthcheck.cli_check:check",
     "checks": "everstep.healthcheck.cli_check:checks",
+    "segment": "everstep.healthcheck.cli_check:segment",
     "program": "everstep.healthcheck.cli_hooks:program",
     "prolog": "everstep.healthcheck.cli_hooks:prolog",
     "epilog": "everstep.healthcheck.cli_hooks:epilog",

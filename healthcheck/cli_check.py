@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 from everstep.healthcheck import registry
 from everstep.healthcheck.errors import HealthError
 from everstep.healthcheck.examine import Request, examine
 from everstep.healthcheck.registry import Level
+from everstep.healthcheck.result import Report
 
 
 @click.command()
@@ -93,6 +96,37 @@ def _as_the_site_says(request: Request, profile: str | None) -> tuple[Request, t
 def checks() -> int:
     """List the checks there are, with what each reads and asks for."""
     return _list()
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.File("rb"), metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON a node.")
+def segment(files: tuple[BinaryIO, ...], as_json: bool) -> int:
+    """Compare the cliques of an NVL72 segment's nodes.
+
+    FILEs hold what `everstep health check --json` printed on each node, a line a node; - is standard input.
+    """
+    from everstep.healthcheck.checks.gpu_links import across
+
+    cliques: dict[str, str] = {}
+    for file in files:
+        for number, line in enumerate(file, 1):
+            try:
+                report = Report.from_dict(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                raise HealthError(
+                    f"{file.name}, line {number} is no result of `everstep health check --json`"
+                ) from None
+            told = [each.value for each in report.results if each.check == "gpu_clique" and each.value]
+            cliques[report.node] = str(told[0]) if told else ""
+    reports = [
+        Report(node, "", "", (replace(result, check="gpu_clique"),))
+        for node, result in across(cliques).items()
+    ]
+    for report in sorted(reports, key=lambda each: (-each.status, each.node)):
+        result = report.results[0]
+        click.echo(report.to_json() if as_json else f"{report.node}: {result.status.word}: {result.reason}")
+    return max((each.exit_code for each in reports), default=0)
 
 
 def idle(words: str | None) -> frozenset[int] | None:

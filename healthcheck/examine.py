@@ -60,19 +60,21 @@ def examine(
 
     `store` keeps what checks of growth remember; by default a file for each node, `Nowhere()` for none.
     """
-    total = request.total_s if request.total_s is not None else TOTAL_S.get(request.level)
-    end = None if total is None else time.monotonic() + total
-    if runner is None:
-        if not request.root.is_dir() or not os.access(request.root, os.R_OK | os.X_OK):
-            raise HealthError(f"--root {request.root} is no folder that can be read")
-        runner = System(request.root, deadline=end)
+    start = time.monotonic()
+    if runner is None and not (request.root.is_dir() and os.access(request.root, os.R_OK | os.X_OK)):
+        raise HealthError(f"--root {request.root} is no folder that can be read")
     checks, faults = registry.load(sites=request.site_checks)
+    # A check that is named takes the time that it needs, whatever the level.
+    level = max([request.level, *(checks[name].level for name in request.names if name in checks)])
+    total = request.total_s if request.total_s is not None else TOTAL_S.get(level)
+    end = None if total is None else start + total
+    runner = System(request.root, deadline=end) if runner is None else runner
     store = default_store(runner.root) if store is None else store
     facts = Facts(
         runner,
-        request.level,
+        level,
         time.time() if now is None else now,
-        limits=Limits.of(request.level),
+        limits=Limits.of(level),
         idle_gpus=request.idle_gpus,
         sleep=sleep,
     )

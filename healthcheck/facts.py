@@ -93,7 +93,7 @@ class Facts:
             with contextlib.suppress(Absent):
                 getattr(self, name)
 
-        for name in ("smi", "kernel_log", "network_mounts"):
+        for name in ("smi_read", "kernel_log", "network_mounts"):
             threading.Thread(target=start, args=(name,), daemon=True, name=f"everstep-{name}").start()
 
     def text(self, path: str) -> str | None:
@@ -116,24 +116,24 @@ class Facts:
         return self.once("nvidia-smi", make)
 
     @property
-    def smi(self) -> smi_reader.Smi:
-        """What nvidia-smi says of the GPUs that it shows."""
+    def smi_read(self) -> smi_reader.Smi:
+        """What nvidia-smi says, as far as it can be read; maybe of no GPU at all."""
 
         def make() -> smi_reader.Smi:
             ran = self.smi_ran
             if ran.timed_out:
                 raise TimedOut(f"nvidia-smi did not answer in {ran.seconds:.0f} s", owner="gpu_smi")
-            read = smi_reader.parse(ran.out)
-            if not read.gpus:
-                raise Absent("nvidia-smi shows no GPU (see gpu_smi)")
-            return read
+            return smi_reader.parse(ran.out)
 
         return self.once("smi", make)
 
     @property
     def gpus(self) -> tuple[smi_reader.Gpu, ...]:
         """The GPUs that nvidia-smi shows; at least one."""
-        return self.smi.gpus
+        gpus = self.smi_read.gpus
+        if not gpus:
+            raise Absent("nvidia-smi shows no GPU (see gpu_smi)")
+        return gpus
 
     @property
     def gpus_on_the_bus(self) -> list[str]:
@@ -153,6 +153,11 @@ class Facts:
             return found
 
         return self.once("PCI bus", make)
+
+    @property
+    def no_gpu_on_the_bus(self) -> bool:
+        """Whether the PCI bus can be seen, and shows no NVIDIA GPU."""
+        return bool(self.runner.names("/sys/bus/pci/devices")) and not self.gpus_on_the_bus
 
     def smi_tool(self, *words: str) -> str:
         """Another command of nvidia-smi's, as text."""

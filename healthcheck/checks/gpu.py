@@ -23,6 +23,8 @@ EXIT_CODES: dict[int, tuple[str, Severity | None]] = {
 }
 """What nvidia-smi's exit codes say [NHC, NVML]; None: work goes on."""
 
+_NOTHING_THERE = (6, 9, 12)
+
 
 @check(
     "gpu_smi",
@@ -41,6 +43,8 @@ def gpu_smi(facts: Facts, profile: Profile) -> Result:
             value=round(ran.seconds, 1),
             limit=facts.limits.smi,
         )
+    if ran.code in _NOTHING_THERE and profile.gpu.count is None and facts.no_gpu_on_the_bus:
+        return skip("nvidia-smi is here, and no GPU on the PCI bus")
     said = f" ({ran.said})" if ran.code and ran.said else ""
     if ran.code in EXIT_CODES:
         words, severity = EXIT_CODES[ran.code]
@@ -52,7 +56,12 @@ def gpu_smi(facts: Facts, profile: Profile) -> Result:
         return warn(f"nvidia-smi ended with exit code {ran.code}{said}", value=ran.code, limit=0)
     if not ran.out.strip():
         return warn("nvidia-smi printed nothing")
-    if not facts.smi.complete:
+    read = facts.smi_read
+    if not read.gpus and read.complete and profile.gpu.count is None:
+        return skip("nvidia-smi shows no GPU, and none is asked for")
+    if not read.gpus and not read.complete:
+        return warn(f"nvidia-smi printed what cannot be read: {ran.said[:100]}")
+    if not read.complete:
         return warn("nvidia-smi's output ends early")
     return ok(f"answered in {ran.seconds:.1f} s", value=round(ran.seconds, 1), limit=facts.limits.smi)
 
@@ -66,8 +75,11 @@ def gpu_smi(facts: Facts, profile: Profile) -> Result:
 )
 def gpu_count(facts: Facts, profile: Profile) -> Iterable[Result]:
     """All GPUs are there."""
-    found = len(facts.gpus)
+    found = len(facts.smi_read.gpus)
     wanted = profile.gpu.count
+    if not found and not facts.smi_read.complete:
+        yield skip("nvidia-smi's output cannot be read (see gpu_smi)")
+        return
     on_the_bus = len(facts.gpus_on_the_bus)
     if wanted is None and found < on_the_bus:
         yield critical(
@@ -86,6 +98,8 @@ def gpu_count(facts: Facts, profile: Profile) -> Iterable[Result]:
         )
     elif wanted is not None and found > wanted:
         yield warn(f"{found} GPUs, and the profile {profile.name} says {wanted}", value=found, limit=wanted)
+    elif not found:
+        yield skip("no GPU, and none is asked for")
     else:
         yield ok(f"{found} GPUs", value=found, limit=wanted)
 

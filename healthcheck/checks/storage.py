@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
-from everstep.healthcheck.readers.proc import LOCAL, SHM, read_only_by_design
+from everstep.healthcheck.readers.proc import LOCAL, SHM, Mount, in_fstab
 from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, critical, ok, skip, warn
 
 _GIB = float(2**30)
-_SMALL_BY_DESIGN = ("/boot", "/efi", "/snap", "/run", "/mnt/cdrom", "/media")
+_WORKED_IN = re.compile(r"/|/(scratch|local|tmp|var|home|data|work|nvme|mnt)\w*(/.*)?")
+"""Where jobs and daemons write. Elsewhere a mount may be read-only by design."""
 
 
 @check(
@@ -79,16 +81,24 @@ def disk_inodes(facts: Facts, profile: Profile) -> Iterable[Result]:
 )
 def disk_read_only(facts: Facts, profile: Profile) -> Iterable[Result]:
     """No local file system is read-only that should not be."""
-    by_design = read_only_by_design(facts.text("/etc/fstab") or "")
+    fstab = in_fstab(facts.text("/etc/fstab") or "")
     local = [each for each in facts.mounts if each.kind in LOCAL and not each.device.startswith("/dev/loop")]
+    # A disk that is writable elsewhere is sound: this is a bind mount, such as containers have.
+    writable = {each.device for each in local if not each.read_only}
     results = [
         critical(f"{each.path} ({each.device}) is read-only: check it and reboot", Severity.REBOOT, each.path)
         for each in local
-        if each.read_only and each.path not in by_design and not each.path.startswith(_SMALL_BY_DESIGN)
+        if each.read_only and each.device not in writable and _should_be_writable(each, fstab)
     ]
     if not local:
         return [skip("no local file system is mounted")]
     return results or [ok(f"{len(local)} file systems")]
+
+
+def _should_be_writable(mount: Mount, fstab: Mapping[str, bool]) -> bool:
+    if mount.path in fstab:
+        return fstab[mount.path]
+    return "errors=remount-ro" in mount.options or bool(_WORKED_IN.fullmatch(mount.path))
 
 
 @check(

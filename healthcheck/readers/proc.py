@@ -76,12 +76,12 @@ def mounts(text: str) -> list[Mount]:
     return list(found.values())
 
 
-def read_only_by_design(fstab: str) -> set[str]:
-    """The paths that /etc/fstab mounts read-only."""
+def in_fstab(fstab: str) -> dict[str, bool]:
+    """The paths in /etc/fstab, and whether it mounts each writable."""
     return {
-        _unescaped(fields[1])
+        _unescaped(fields[1]): "ro" not in fields[3].split(",")
         for line in fstab.splitlines()
-        if len(fields := line.split("#")[0].split()) >= 4 and "ro" in fields[3].split(",")
+        if len(fields := line.split("#")[0].split()) >= 4
     }
 
 

@@ -1,4 +1,4 @@
-"""Recorded nodes, built from the templates in tests/fixtures/health: for `everstep health check --root DIR`."""
+"""Recorded nodes, built from the templates in tests/fixtures/health, for `everstep health check --root`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ class Node:
         document.extend(self.gpus)
         xml = '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v13.dtd">\n'
         self.write("/recorded/smi.xml", xml + ET.tostring(document, encoding="unicode"))
-        names = [f"GPU {i}: {gpu.findtext('product_name')} (UUID: GPU-{i})" for i, gpu in enumerate(self.gpus)]
+        names = [
+            f"GPU {i}: {gpu.findtext('product_name')} (UUID: GPU-{i})" for i, gpu in enumerate(self.gpus)
+        ]
         status, errors = [], []
         for i, name in enumerate(names):
             status.append(name)
@@ -138,7 +140,9 @@ class Node:
                 status.append(f"\t Link {link}: {'26.562 GB/s' if up else '<inactive>'}")
                 for kind in ("replay", "recovery", "crc"):
                     count = self.link_errors[i][kind] if link == 0 else 0
-                    errors.append(f"\t Link {link}: {kind.upper() if kind == 'crc' else kind.title()} Errors: {count}")
+                    errors.append(
+                        f"\t Link {link}: {kind.upper() if kind == 'crc' else kind.title()} Errors: {count}"
+                    )
         self.write("/recorded/nvlink-s", "\n".join(status) + "\n")
         self.write("/recorded/nvlink-e", "\n".join(errors) + "\n")
         self.script(
@@ -213,8 +217,13 @@ def _host(node: Node, kind: Kind) -> None:
     node.write("/sys/devices/system/edac/mc/mc0/ce_count", "12\n")
     node.write("/proc/uptime", f"{UPTIME:.2f} 99999.00\n")
     node.write("/proc/sys/kernel/random/boot_id", f"{BOOT_ID}\n")
-    node.write("/proc/meminfo", "MemTotal:  263921664 kB\nMemFree: 200000000 kB\nMemAvailable: 240000000 kB\n")
-    node.write("/proc/modules", "efa 131072 0 - Live 0x0\nib_uverbs 200704 1 efa, Live 0x0\nib_core 524288 2 efa,ib_uverbs, Live 0x0\n")
+    node.write(
+        "/proc/meminfo", "MemTotal:  263921664 kB\nMemFree: 200000000 kB\nMemAvailable: 240000000 kB\n"
+    )
+    node.write(
+        "/proc/modules",
+        "efa 131072 0 - Live 0x0\nib_uverbs 200704 1 efa, Live 0x0\nib_core 524288 2 efa, Live 0x0\n",
+    )
     node.write(
         "/proc/mounts",
         "/dev/nvme0n1p1 / ext4 rw,relatime,errors=remount-ro 0 0\n"
@@ -240,7 +249,9 @@ def _host(node: Node, kind: Kind) -> None:
         "tmpfs           32990208       1  32990207    1% /dev/shm\n"
         "/dev/nvme1n1   375027072   81234 374945838    1% /scratch\n",
     )
-    node.script("df", 'case "$*" in\n*-i*) cat "$HERE/recorded/df-i" ;;\n*) cat "$HERE/recorded/df-k" ;;\nesac')
+    node.script(
+        "df", 'case "$*" in\n*-i*) cat "$HERE/recorded/df-i" ;;\n*) cat "$HERE/recorded/df-k" ;;\nesac'
+    )
     node.tool("dmesg", (TEMPLATES / "kernel-sound.log").read_text())
     node.tool("chronyc", (TEMPLATES / "chronyc-tracking.txt").read_text())
     node.script("stat", "echo nfs")
@@ -252,7 +263,7 @@ def _host(node: Node, kind: Kind) -> None:
 
 
 def _gpus(node: Node, kind: Kind) -> None:
-    template = ET.fromstring((TEMPLATES / "gpu.xml").read_text())
+    template = ET.fromstring((TEMPLATES / "gpu.xml").read_text())  # noqa: S314  (our own file)
     node.process(700, "nv-fabricmanage")
     node.write("/usr/bin/nv-fabricmanager", "")
     for index in range(kind.gpus):
@@ -262,7 +273,9 @@ def _gpus(node: Node, kind: Kind) -> None:
         values = {"product_name": kind.product, "pci/pci_bus_id": bus, "minor_number": str(index)}
         values["serial"] = f"16500000000{index:02d}"
         if not kind.fabric:
-            values |= dict.fromkeys(("fabric/state", "fabric/status", "fabric/cliqueId", "fabric/clusterUuid"), "N/A")
+            values |= dict.fromkeys(
+                ("fabric/state", "fabric/status", "fabric/cliqueId", "fabric/clusterUuid"), "N/A"
+            )
         if "V100" in kind.product:  # it retires pages, and remaps no rows
             pages, rows = "retired_pages", "remapped_rows"
             values |= {f"{pages}/pending_retirement": "No", f"{pages}/pending_blacklist": "No"}
@@ -324,7 +337,14 @@ def _neurons(node: Node, kind: Kind) -> None:
             for name in ("hw_error", "hw_hbm_ue_error", "hw_nc_ue_error", "hw_dma_abort_error", "timeout"):
                 for part in ("total", "present"):
                     node.write(f"{folder}/neuron_core{core}/stats/status/{name}/{part}", "0")
-        listed.append({"neuron_device": index, "bdf": f"{index:02x}:00.0", "nc_count": kind.cores, "neuron_processes": []})
+        listed.append(
+            {
+                "neuron_device": index,
+                "bdf": f"{index:02x}:00.0",
+                "nc_count": kind.cores,
+                "neuron_processes": [],
+            }
+        )
     node.tool("neuron-ls", json.dumps(listed))
     # As the real one does, it goes on for ever after its first report.
     node.write("/recorded/neuron-monitor", (TEMPLATES / "neuron-monitor.json").read_text())
@@ -339,7 +359,9 @@ def main(words: list[str]) -> int:
     from faults import FAULTS
 
     if len(words) < 2:
-        print(f"usage: recorded.py PROFILE DIR [FAULT]\nprofiles: {' '.join(KINDS)}\nfaults: {' '.join(FAULTS)}")
+        print(
+            f"usage: recorded.py PROFILE DIR [FAULT]\nprofiles: {' '.join(KINDS)}\nfaults: {' '.join(FAULTS)}"
+        )
         return 64
     node = sound(words[0], Path(words[1]))
     for name in words[2:]:

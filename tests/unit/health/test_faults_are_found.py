@@ -1,4 +1,4 @@
-"""Every check: a sound node passes, a node with its fault does not, and where there is nothing to read it skips."""
+"""Every check passes on a sound node, finds its fault on another, and skips where there is nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from everstep.healthcheck.result import Report, Status
 from faults import FAULTS, Fault
 from recorded import Node, sound
 
-CHECKS = [name for name, each in registry.load(sites=False)[0].items() if each.run.__module__.startswith("everstep")]
+CHECKS = [
+    name for name, each in registry.load(sites=False)[0].items() if each.run.__module__.startswith("everstep")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,9 @@ def test_a_sound_node_passes_and_a_faulty_one_does_not(name: str, tmp_path: Path
 @pytest.mark.parametrize("check", CHECKS)
 def test_where_there_is_nothing_to_read_a_check_skips(check: str, tmp_path: Path) -> None:
     report = examine(
-        Request(names=(check,), root=tmp_path, profile="p5", site_checks=False), store=Nowhere(), sleep=lambda _: None
+        Request(names=(check,), root=tmp_path, profile="p5", site_checks=False),
+        store=Nowhere(),
+        sleep=lambda _: None,
     )
     assert [each.status for each in report.results] == [Status.SKIP], report.results
     assert not report.faults

@@ -26,7 +26,9 @@ CAPTURES = next(
     ),
     None,
 )
-captures = pytest.mark.skipif(CAPTURES is None, reason="the captures of real nodes are not here (../shared/data/health)")
+captures = pytest.mark.skipif(
+    CAPTURES is None, reason="the captures of real nodes are not here (../shared/data/health)"
+)
 
 
 @pytest.mark.parametrize("profile", KINDS)
@@ -48,7 +50,9 @@ def captured(tmp_path: Path, tools: dict[str, str]) -> Path:
     folder.mkdir(parents=True)
     for tool, file in tools.items():
         script = folder / tool
-        script.write_text(f'#!/bin/sh\ncase "$*" in\n*nvlink*) exit 6 ;;\n*) cat "{CAPTURES / file}" ;;\nesac\n')
+        script.write_text(
+            f'#!/bin/sh\ncase "$*" in\n*nvlink*) exit 6 ;;\n*) cat "{CAPTURES / file}" ;;\nesac\n'
+        )
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return tmp_path
 
@@ -57,7 +61,9 @@ def captured(tmp_path: Path, tools: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("name", "profile", "count"), [("a100", "a100", 1), ("h100", "h100", 8), ("gb200", "gb200-nvl72", 4)]
 )
-def test_a_real_node_that_is_sound_raises_no_alarm(name: str, profile: str, count: int, tmp_path: Path) -> None:
+def test_a_real_node_that_is_sound_raises_no_alarm(
+    name: str, profile: str, count: int, tmp_path: Path
+) -> None:
     root = captured(tmp_path, {"nvidia-smi": f"nvidia-smi-qx-{name}.xml", "dmesg": "kmsg.log"})
     report = examine(Request(root=root, site_checks=False), store=Nowhere())
     assert report.findings == ()
@@ -65,7 +71,14 @@ def test_a_real_node_that_is_sound_raises_no_alarm(name: str, profile: str, coun
     assert report.profile == profile
     assert next(each.value for each in report.results if each.check == "gpu_count") == count
     judged = {each.check for each in report.results if each.status is Status.OK}
-    assert judged >= {"gpu_ecc", "gpu_row_remap", "gpu_recovery_action", "gpu_temperature", "gpu_pcie", "gpu_power"}
+    assert judged >= {
+        "gpu_ecc",
+        "gpu_row_remap",
+        "gpu_recovery_action",
+        "gpu_temperature",
+        "gpu_pcie",
+        "gpu_power",
+    }
     assert judged >= {"gpu_xid", "gpu_throttle", "gpu_persistence", "gpu_clocks", "gpu_answers"}
 
 
@@ -73,7 +86,9 @@ def test_a_real_node_that_is_sound_raises_no_alarm(name: str, profile: str, coun
 def test_real_nvlinks_are_all_up(tmp_path: Path) -> None:
     root = captured(tmp_path, {"nvidia-smi": "nvidia-smi-qx-a100.xml"})
     script = root / "usr/bin/nvidia-smi"
-    script.write_text(script.read_text().replace("exit 6", f'cat "{CAPTURES}/nvidia-smi-nvlink-status-a100.txt"'))
+    script.write_text(
+        script.read_text().replace("exit 6", f'cat "{CAPTURES}/nvidia-smi-nvlink-status-a100.txt"')
+    )
     report = examine(Request(root=root, names=("nvlink_count",), site_checks=False), store=Nowhere())
     assert [(each.status, each.limit) for each in report.results] == [(Status.OK, 12)]
 
