@@ -28,7 +28,8 @@ lint: $(VENV)/.tools ## ruff, and mypy --strict on the packages
 	@mkdir -p build/lint/everstep
 	@ln -sfn ../../../launcher build/lint/everstep/launcher
 	@ln -sfn ../../../recovery build/lint/everstep/recovery
-	@MYPYPATH=build/lint $(BIN)/mypy --strict -p everstep.launcher -p everstep.recovery
+	@ln -sfn ../../../healthcheck build/lint/everstep/healthcheck
+	@MYPYPATH=build/lint $(BIN)/mypy --strict -p everstep.launcher -p everstep.recovery -p everstep.healthcheck
 
 bench: $(VENV)/.installed ## measure recovery against torchrun's restart; writes build/bench.json
 	@mkdir -p build

@@ -83,6 +83,15 @@ def doctor(words: tuple[str, ...], as_json: bool, facts: bool) -> None:
     raise SystemExit(run_doctor(words, as_json=as_json, facts_only=facts))
 
 
+@everstep.command(context_settings=_PASS_THROUGH, options_metavar="[command] [options]")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
+def health(words: tuple[str, ...]) -> None:
+    """Which nodes and accelerators are fit for work, and why not: a report, and the checks themselves."""
+    from everstep.healthcheck.cli import main
+
+    raise SystemExit(main(words))
+
+
 @everstep.command(hidden=True)
 @click.option("--local", is_flag=True)
 @click.option("--slurm", is_flag=True)

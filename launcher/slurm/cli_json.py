@@ -43,12 +43,32 @@ class CliJson(CliText):
         """The named nodes, in the order of the names; without names, all of them."""
         if names is not None and not names:
             return ()
-        which = [] if names is None else [fold(names)]
+        show = ["scontrol", "show", "nodes", *([] if names is None else [fold(names)]), "--json"]
         try:
-            found = self._records(["scontrol", "show", "nodes", *which, "--json"], "nodes")
+            found = self._first_of("nodes", show, ["sinfo", "--json"])
         except NoJson:
             return super().nodes(names)
         return in_order(map(read_node, found), names)
+
+    def job_parts(self, job: str) -> tuple[Job, ...]:
+        """The jobs that a user means by `12`, `12_3` or `12+1`."""
+        try:
+            found = self._first_of("jobs", ["scontrol", "show", "job", job, "--json"], ["squeue", "--json"])
+        except NoJson:
+            return super().job_parts(job)
+        parts = tuple(read_job(record) for record in found if job in _job_names(record))
+        if not parts:
+            raise unknown_job(job)
+        return parts
+
+    def _first_of(self, key: str, *ways: Sequence[str]) -> list[Mapping[str, Any]]:
+        """The records by the first way that answers in JSON: scontrol does since 23.02, the others before."""
+        for way in ways[:-1]:
+            try:
+                return self._records(way, key)
+            except NoJson:
+                continue
+        return self._records(ways[-1], key)
 
     def _records(self, argv: Sequence[str], key: str) -> list[Mapping[str, Any]]:
         shown = " ".join(argv)
@@ -104,6 +124,7 @@ def read_job(record: Mapping[str, Any], verdict: nokill.NoKill | None = None) ->
         batch=record["batch_flag"] if isinstance(record.get("batch_flag"), bool) else None,
         restarts=number(record.get("restart_cnt")) or 0,
         reason=_text(record.get("state_reason")),
+        waits_for=_waits_for(record),
         comment=_text(record.get("comment")),
         command=_text(record.get("command")),
         workdir=_text(record.get("current_working_directory")),
@@ -122,7 +143,28 @@ def read_node(record: Mapping[str, Any]) -> Node:
         gres=_text(record.get("gres")),
         partitions=_words(record.get("partitions")),
         version=_text(record.get("version")),
+        address=_text(record.get("address")),
+        gres_used=_text(record.get("gres_used")),
+        reason_by=_text(record.get("reason_set_by_user")),
+        reason_at=float(number(record.get("reason_changed_at")) or 0),
+        comment=_text(record.get("comment")),
+        extra=_text(record.get("extra")),
     )
+
+
+def _job_names(record: Mapping[str, Any]) -> set[str]:
+    """What a user may call a job: its number, its array's with or without the task's, its het job's."""
+    names = {str(number(record.get("job_id")))}
+    if array := number(record.get("array_job_id")):
+        names |= {str(array), f"{array}_{number(record.get('array_task_id'))}"}
+    if het := number(record.get("het_job_id")):
+        names |= {str(het), f"{het}+{number(record.get('het_job_offset'))}"}
+    return names
+
+
+def _waits_for(record: Mapping[str, Any]) -> str:
+    reason, told = _text(record.get("state_reason")), _text(record.get("state_description"))
+    return f"{reason}: {told}" if reason and told else reason
 
 
 def states(value: object) -> frozenset[str]:

@@ -45,6 +45,13 @@ class CliText:
                 return self._with_no_kill(read_job(record), batch=record.get("BatchFlag", "1") != "0")
         raise unknown_job(job_id)
 
+    def job_parts(self, job: str) -> tuple[Job, ...]:
+        """The jobs that a user means by `12`, `12_3` or `12+1`."""
+        try:
+            return tuple(read_job(record) for record in records(self._show("-d", "job", job), "JobId"))
+        except UnknownJob as error:
+            raise unknown_job(job) from error
+
     def nodes(self, names: Sequence[str] | None = None) -> tuple[Node, ...]:
         """The named nodes, in the order of the names; without names, all of them."""
         if names is not None and not names:
@@ -150,7 +157,7 @@ class CliText:
         return lines[-1].strip() or None if lines else None
 
 
-def unknown_job(job_id: int) -> UnknownJob:
+def unknown_job(job_id: int | str) -> UnknownJob:
     """What is said where Slurm has no such job."""
     return UnknownJob(f"Slurm knows no job {job_id}: `squeue --me` lists yours")
 
@@ -226,6 +233,7 @@ def read_job(record: Mapping[str, str]) -> Job:
         batch={"0": False, "1": True}.get(get("BatchFlag", "")),
         restarts=number(get("Restarts", "")) or 0,
         reason=get("Reason", ""),
+        waits_for=get("Reason", ""),
         comment=get("Comment", ""),
         command=get("Command", ""),
         workdir=get("WorkDir", ""),
@@ -243,6 +251,9 @@ def read_node(record: Mapping[str, str]) -> Node:
         gres=record.get("Gres", ""),
         partitions=_words(record.get("Partitions", "")),
         version=record.get("Version", ""),
+        address=record.get("NodeAddr", ""),
+        comment=record.get("Comment", ""),
+        extra=record.get("Extra", ""),
     )
 
 

@@ -76,6 +76,8 @@ class Job:
     """How often it was put back."""
     reason: str = ""
     """Why it waits, in Slurm's word: Resources, Priority, …"""
+    waits_for: str = ""
+    """The same with what Slurm adds to it, for people."""
     comment: str = ""
     command: str = ""
     """Path of its batch script, as it was submitted."""
@@ -119,6 +121,14 @@ class Node:
     partitions: tuple[str, ...] = ()
     version: str = ""
     """The release of its slurmd."""
+    address: str = ""
+    gres_used: str = ""
+    reason_by: str = ""
+    """Who drained it or set it down."""
+    reason_at: float = 0.0
+    """Unix seconds, by slurmctld's clock; 0 where there is no reason, or Slurm does not say."""
+    comment: str = ""
+    extra: str = ""
 
     @property
     def usable(self) -> bool:
@@ -159,6 +169,12 @@ class SlurmClient(Protocol):
 
     def job(self, job_id: int) -> Job:
         """One job. Raises UnknownJob."""
+
+    def job_parts(self, job: str) -> tuple[Job, ...]:
+        """What a user means by `12`, `12_3` or `12+1`: a job, an array's tasks, a het job's parts.
+
+        Nothing is said of --no-kill, which takes more questions. Raises UnknownJob.
+        """
 
     def nodes(self, names: Sequence[str] | None = None) -> tuple[Node, ...]:
         """The named nodes, in the order of the names; without names, all of them."""

@@ -132,6 +132,7 @@ def read_job(job: Any) -> Job:
         requeue=job.is_requeueable,
         restarts=job.requeue_count or 0,
         reason="" if job.state_reason in (None, "None") else job.state_reason,
+        waits_for="" if job.state_reason in (None, "None") else job.state_reason,
         comment=job.comment or "",
         command=job.command or "",
         workdir=job.working_directory or "",

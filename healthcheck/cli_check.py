@@ -1,0 +1,154 @@
+"""`everstep health check` and `everstep health checks`: examine this node, or a recorded one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+from everstep.healthcheck import registry
+from everstep.healthcheck.errors import HealthError
+from everstep.healthcheck.examine import Request, examine
+from everstep.healthcheck.registry import Level
+from everstep.healthcheck.result import Report
+
+
+@click.command()
+@click.option(
+    "--level",
+    type=click.Choice(["light", "full", "deep"]),
+    default="full",
+    show_default=True,
+    help="light: reads only, under 5 s. full: under 60 s. deep: puts load on the devices.",
+)
+@click.option("--check", "names", multiple=True, metavar="NAME", help="This check only; may be given again.")
+@click.option("--off", multiple=True, metavar="NAME", help="Not this check; may be given again.")
+@click.option(
+    "--profile", metavar="NAME", help="What the node should be, such as p5, or auto.  [default: auto]"
+)
+@click.option("--root", type=click.Path(path_type=Path), default=Path("/"), help="Examine a recorded node.")
+@click.option("--idle-gpus", metavar="LIST", help="GPUs on which nothing may run now: 0,1 or all.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Show passes and skips too.")
+@click.option("--list", "list_", is_flag=True, help="List the checks there are.")
+def check(
+    level: str,
+    names: tuple[str, ...],
+    off: tuple[str, ...],
+    profile: str | None,
+    root: Path,
+    idle_gpus: str | None,
+    as_json: bool,
+    verbose: bool,
+    list_: bool,
+) -> int:
+    """Examine this node. Exit code: 0 ok, 1 warn, 2 critical, 3 wrong usage."""
+    if list_:
+        return _list()
+    request = Request(
+        level=Level[level.upper()],
+        names=names,
+        off=frozenset(off),
+        profile=profile or "auto",
+        root=root,
+        idle_gpus=idle(idle_gpus),
+    )
+    faults: tuple[str, ...] = ()
+    if root == Path("/"):
+        request, faults = _as_the_site_says(request, profile)
+    report = examine(request)
+    report = replace(report, faults=faults + report.faults)
+    if as_json:
+        for fault in report.faults:
+            click.echo(f"everstep: {fault}", err=True)
+        click.echo(report.to_json())
+    else:
+        from everstep.healthcheck.show import show
+        from rich.console import Console
+
+        show(report, Console(highlight=False), everything=verbose)
+    return report.exit_code
+
+
+def _as_the_site_says(request: Request, profile: str | None) -> tuple[Request, tuple[str, ...]]:
+    """With the site's checks, profiles and switches, for the node that we are on."""
+    from everstep.healthcheck import plugins, site
+
+    settings = site.load().site
+    faults = plugins.load(settings)
+    return (
+        replace(
+            request,
+            off=request.off | settings.off(),
+            profile=profile or settings.profile or "auto",
+            site_profiles=plugins.profiles(settings),
+            site_checks=False,  # they are loaded
+        ),
+        faults,
+    )
+
+
+@click.command()
+def checks() -> int:
+    """List the checks there are, with what each reads and asks for."""
+    return _list()
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.File("rb"), metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON a node.")
+def segment(files: tuple[BinaryIO, ...], as_json: bool) -> int:
+    """Compare the cliques of an NVL72 segment's nodes.
+
+    FILEs hold what `everstep health check --json` printed on each node, a line a node; - is standard input.
+    """
+    from everstep.healthcheck.checks.gpu_links import across
+
+    cliques: dict[str, str] = {}
+    for file in files:
+        for number, line in enumerate(file, 1):
+            try:
+                report = Report.from_dict(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                raise HealthError(
+                    f"{file.name}, line {number} is no result of `everstep health check --json`"
+                ) from None
+            told = [each.value for each in report.results if each.check == "gpu_clique" and each.value]
+            cliques[report.node] = str(told[0]) if told else ""
+    reports = [
+        Report(node, "", "", (replace(result, check="gpu_clique"),))
+        for node, result in across(cliques).items()
+    ]
+    for report in sorted(reports, key=lambda each: (-each.status, each.node)):
+        result = report.results[0]
+        click.echo(report.to_json() if as_json else f"{report.node}: {result.status.word}: {result.reason}")
+    return max((each.exit_code for each in reports), default=0)
+
+
+def idle(words: str | None) -> frozenset[int] | None:
+    """The GPUs of `--idle-gpus`; without it those of the job in whose Prolog or Epilog we are."""
+    if words is None and os.environ.get("SLURM_SCRIPT_CONTEXT") in ("prolog_slurmd", "epilog_slurmd"):
+        words = os.environ.get("SLURM_JOB_GPUS")
+    if not words:
+        return None
+    if words == "all":
+        return frozenset(range(1024))
+    try:
+        return frozenset(int(each) for each in words.split(","))
+    except ValueError:
+        raise HealthError(f"--idle-gpus wants numbers such as 0,1 or all, and got {words!r}") from None
+
+
+def _list() -> int:
+    from everstep.healthcheck.show import listed
+    from rich.console import Console
+
+    known, faults = registry.load()
+    listed(known.values(), Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+    for fault in faults:
+        click.echo(f"everstep: {fault}", err=True)
+    return 0
