@@ -1,7 +1,7 @@
 """Slurm asked by its own commands and their JSON, which has one meaning whatever a job is called.
 
-Releases from 23.02 on have `scontrol --json`. Where it is missing, or the site's Slurm was built without
-the serializer/json plugin, the same is asked in words.
+Releases from 23.02 on have `scontrol --json`; before, sinfo and squeue list the same records, all of them.
+Where the site's Slurm was built without the serializer/json plugin, the same is asked in words.
 """
 
 from __future__ import annotations
@@ -43,32 +43,27 @@ class CliJson(CliText):
         """The named nodes, in the order of the names; without names, all of them."""
         if names is not None and not names:
             return ()
-        show = ["scontrol", "show", "nodes", *([] if names is None else [fold(names)]), "--json"]
-        try:
-            found = self._first_of("nodes", show, ["sinfo", "--json"])
-        except NoJson:
-            return super().nodes(names)
-        return in_order(map(read_node, found), names)
+        which = [] if names is None else [fold(names)]
+        for way in (["scontrol", "show", "nodes", *which, "--json"], ["sinfo", "--json"]):
+            try:
+                return in_order(map(read_node, self._records(way, "nodes")), names)
+            except NoJson:
+                continue
+        return super().nodes(names)
 
     def job_parts(self, job: str) -> tuple[Job, ...]:
         """The jobs that a user means by `12`, `12_3` or `12+1`."""
         try:
-            found = self._first_of("jobs", ["scontrol", "show", "job", job, "--json"], ["squeue", "--json"])
+            found = self._records(["scontrol", "show", "job", job, "--json"], "jobs")
         except NoJson:
-            return super().job_parts(job)
-        parts = tuple(read_job(record) for record in found if job in _job_names(record))
-        if not parts:
-            raise unknown_job(job)
-        return parts
-
-    def _first_of(self, key: str, *ways: Sequence[str]) -> list[Mapping[str, Any]]:
-        """The records by the first way that answers in JSON: scontrol does since 23.02, the others before."""
-        for way in ways[:-1]:
             try:
-                return self._records(way, key)
+                listed = self._records(["squeue", "--json"], "jobs")
             except NoJson:
-                continue
-        return self._records(ways[-1], key)
+                return super().job_parts(job)
+            found = [record for record in listed if job in _job_names(record)]
+        if not found:
+            raise unknown_job(job)
+        return tuple(map(read_job, found))
 
     def _records(self, argv: Sequence[str], key: str) -> list[Mapping[str, Any]]:
         shown = " ".join(argv)

@@ -136,7 +136,7 @@ def test_other_options_keep_their_meaning(cluster: Cluster, folder: str) -> None
 
 def test_an_interactive_step_is_left_as_it_is(cluster: Cluster, folder: str) -> None:
     step = "srun -N1 --auto-resume=1 --pty sh -c 'tty; env | grep -c EVERSTEP_'"
-    code, text = said(cluster, f'script -qc "{step}" /dev/null', folder)
+    _, text = said(cluster, f'script -qc "{step}" /dev/null', folder)
     assert "--pty: an interactive step is left as it is" in text
     assert re.search(r"^/dev/pts/\d+\s+0$", text, re.MULTILINE), text
 

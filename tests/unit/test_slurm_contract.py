@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,9 +103,20 @@ Client = Callable[[], SlurmClient]
 NO_KILL = {"no_kill": True, "no_kill_reason": "an #SBATCH line of the job's script says so"}
 
 
+def but_batch(job: Job) -> Job:
+    """pyslurm does not say whether a job has a batch script."""
+    return replace(job, batch=None)
+
+
+@pytest.mark.parametrize("client", [words_24_11, json_24_11, commands_22_05])
+def test_slurm_s_commands_say_whether_a_job_has_a_batch_script(client: Client) -> None:
+    job = client().job(15 if client is not commands_22_05 else 1)
+    assert job.batch is True
+
+
 @way
 def test_a_running_job_s_wishes_and_what_it_got(client: Client) -> None:
-    assert client().job(15) == Job(
+    assert but_batch(client().job(15)) == Job(
         job_id=15,
         state=frozenset({"RUNNING"}),
         nodes=("n1", "n2"),
@@ -178,9 +190,8 @@ def test_an_unknown_job_is_an_error_of_its_own(client: Client) -> None:
 def test_nodes_with_the_reason_of_who_drained_one(client: Client) -> None:
     nodes = client().nodes(["n4", "n1"])
     assert [node.name for node in nodes] == ["n4", "n1"]
-    assert nodes[0] == Node(
-        "n4", frozenset({"IDLE", "DRAIN"}), "fan is loud", (), "gpu:2", ("main",), "24.11.5"
-    )
+    told = Node("n4", frozenset({"IDLE", "DRAIN"}), "fan is loud", (), "gpu:2", ("main",), "24.11.5")
+    assert replace(nodes[0], address="", gres_used="", reason_by="", reason_at=0) == told
     assert not nodes[0].usable
     assert nodes[1].usable
 
