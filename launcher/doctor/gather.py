@@ -51,7 +51,7 @@ def _slurm(client: SlurmClient, environ: Mapping[str, str]) -> SlurmFacts:
         partitions=client.partitions(),
         nodes=client.nodes(),
         job=_job(client, environ),
-        plugin=plugin_facts(Path(config.get("PlugStackConfig") or "/etc/slurm/plugstack.conf")),
+        plugin=plugin_facts(config),
     )
 
 
@@ -63,12 +63,14 @@ def _job(client: SlurmClient, environ: Mapping[str, str]) -> Job | None:
 # --- the plugin -----------------------------------------------------------------------------------
 
 
-def plugin_facts(config_file: Path) -> Plugin:
+def plugin_facts(config: Mapping[str, str]) -> Plugin:
     """What srun offers, and what plugstack.conf loads."""
+    config_file = Path(config.get("PlugStackConfig") or "/etc/slurm/plugstack.conf")
     lines = tuple(line for line in plugstack(config_file) if re.search(r"everstep|auto_?-?resume", line))
     path = next((word for line in lines for word in line.split() if word.endswith(".so")), "")
     if path and not path.startswith("/"):
-        path = next(glob.iglob(f"/usr/lib*/**/slurm*/{path}", recursive=True), path)
+        places = [Path(folder, path) for folder in config.get("PluginDir", "").split(":")]
+        path = next((str(place) for place in places if place.exists()), path)
     return Plugin(
         offered="--auto-resume" in help_of("srun"),
         configured=lines,

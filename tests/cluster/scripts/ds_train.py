@@ -1,4 +1,4 @@
-"""A DeepSpeed script as people have it: nothing of everstep in it."""
+"""A DeepSpeed script as people have it: it knows nothing of who starts it."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""A DDP script as people have it: nothing of everstep in it, checkpoints of its own."""
+"""A DDP script as people have it: it knows nothing of who starts it, and has checkpoints of its own."""
 
 import argparse
 import hashlib
