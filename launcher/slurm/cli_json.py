@@ -225,7 +225,7 @@ def _waits_for(record: Mapping[str, Any]) -> str:
     if reason in ("", "None"):
         return ""
     told = _text(record, "state_description")
-    return f"{reason}: {told}" if told else reason
+    return f"{reason}: {told}" if told and not told.startswith(reason) else told or reason
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
