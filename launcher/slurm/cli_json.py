@@ -159,7 +159,9 @@ def _job_names(record: Mapping[str, Any]) -> set[str]:
 
 def _waits_for(record: Mapping[str, Any]) -> str:
     reason, told = _text(record.get("state_reason")), _text(record.get("state_description"))
-    return f"{reason}: {told}" if reason and told else reason
+    if not reason or not told:
+        return reason
+    return told if told.startswith(reason) else f"{reason}: {told}"
 
 
 def states(value: object) -> frozenset[str]:

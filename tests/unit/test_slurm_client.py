@@ -66,6 +66,21 @@ def test_an_older_release_s_plain_strings_and_numbers_are_read_too() -> None:
     assert client(scontrol_show_job=answer).job(5).state == {"RUNNING"}
 
 
+@pytest.mark.parametrize(
+    ("reason", "description", "waits_for"),
+    [
+        ("None", "", ""),
+        ("Resources", "", "Resources"),
+        ("JobHeldUser", "launch failed requeued held", "JobHeldUser: launch failed requeued held"),
+        ("ReqNodeNotAvail", "ReqNodeNotAvail, UnavailableNodes:n4", "ReqNodeNotAvail, UnavailableNodes:n4"),
+    ],
+)
+def test_why_a_job_waits_is_told_once(reason: str, description: str, waits_for: str) -> None:
+    record = {"job_id": 5, "job_state": "PENDING", "state_reason": reason, "state_description": description}
+    (job,) = client(scontrol_show_job=json.dumps({"jobs": [record]})).job_parts("5")
+    assert job.waits_for == waits_for
+
+
 def test_nodes_of_slurm_24_11_are_read_in_the_order_asked_for() -> None:
     nodes = client(scontrol_show_nodes=text("nodes-24.11.json")).nodes(["n2", "n1"])
     assert [node.name for node in nodes] == ["n2", "n1"]

@@ -1,112 +1,27 @@
-"""The policy: what drains a node, what gives it back, and what never does, over thousands of histories."""
+"""The policy: what drains a node, what gives it back, and what never does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 import pytest
 from everstep.healthcheck.policy import (
     LONGEST_REASON,
     Action,
-    Decision,
     History,
     InSlurm,
     Mode,
     Ours,
     Settings,
     actionable,
-    decide,
     fresh_pass,
     read_reason,
     reason_for,
     refuse,
 )
-from everstep.healthcheck.result import Result, Severity, Status
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-DRAIN = Settings(mode=Mode.DRAIN)
-IDLE = InSlurm(frozenset({"IDLE"}))
-HOUR = 3600.0
-
-
-def result(
-    check: str = "xid",
-    status: Status = Status.CRITICAL,
-    severity: Severity = Severity.RESET,
-    device: str = "gpu3",
-    reason: str = "Xid 95",
-) -> Result:
-    if status is not Status.CRITICAL:
-        severity = Severity.OK
-    return Result(status, reason, severity, device, check=check)
-
-
-def good(check: str = "xid") -> Result:
-    return result(check, Status.OK, device="")
-
-
-@dataclass
-class Node:
-    """A node in a small Slurm, and our memory of it: what `hooks.program` does, without processes."""
-
-    settings: Settings = DRAIN
-    slurm: InSlurm = IDLE
-    history: History = field(default_factory=History)
-    now: float = 1000.0
-    boot: str = "a"
-    acts: list[Action] = field(default_factory=list)
-
-    def run(
-        self,
-        *results: Result,
-        faults: Sequence[str] = (),
-        refused: bool = False,
-        killed: bool = False,
-        unseen: bool = False,
-    ) -> Decision:
-        """One run. `refused`: Slurm does not do it; `killed`: we end before it is; `unseen`: no answer."""
-        self.now += 60
-        decision = decide(
-            results,
-            None if unseen else self.slurm,
-            self.history,
-            self.settings,
-            now=self.now,
-            boot=self.boot,
-            faults=faults,
-        )
-        action = decision.action
-        if action is None or action.shadow:
-            self.history = decision.history
-            return decision
-        if action.kind != "undrain":
-            self.history = decision.history
-        if killed or refused:
-            return decision
-        self.acts.append(action)
-        if action.kind == "undrain":
-            self.slurm = IDLE
-            self.history = decision.history
-        else:
-            self.slurm = InSlurm(
-                frozenset({"IDLE", action.state}), action.reason, "root", float(int(self.now))
-            )
-        return decision
-
-    def person_drains(self, reason: str = "bad DIMM") -> None:
-        self.now += 1
-        self.slurm = InSlurm(frozenset({"IDLE", "DRAIN"}), reason, "alice", float(int(self.now)))
-
-    def person_resumes(self) -> None:
-        self.slurm = IDLE
-
-    @property
-    def kinds(self) -> list[str]:
-        return [action.kind for action in self.acts]
-
+from everstep.healthcheck.result import Severity, Status
+from policy_model import DRAIN, HOUR, IDLE, Node, good, result
 
 # --- what drains ---
 
@@ -449,143 +364,3 @@ def test_the_history_survives_being_written_down() -> None:
 )
 def test_a_pass_is_kept_for_a_while_of_the_same_boot(at: float, boot: str, passed: bool, fresh: bool) -> None:
     assert fresh_pass(at, boot, passed, now=1000, now_boot="a", keep_s=60) is fresh
-
-
-# --- whatever happens ---
-
-CHECKS = ("xid", "disk", "temperature")
-POOL = [
-    result(check, status, severity, device)
-    for check in CHECKS
-    for device in ("", "gpu0")
-    for status, severity in (
-        (Status.CRITICAL, Severity.MONITOR),
-        (Status.CRITICAL, Severity.RESET),
-        (Status.CRITICAL, Severity.REPLACE),
-        (Status.WARN, Severity.OK),
-        (Status.SKIP, Severity.OK),
-        (Status.OK, Severity.OK),
-        (Status.OK, Severity.OK),
-        (Status.OK, Severity.OK),
-    )
-]
-all_well = st.just([good(check) for check in CHECKS])
-results_ = st.one_of(all_well, st.lists(st.sampled_from(POOL), max_size=4))
-runs = st.tuples(
-    st.just("run"), results_, st.sampled_from(["", "", "", "refused", "killed", "unseen", "fault"])
-)
-events = st.lists(
-    st.one_of(
-        runs,
-        runs,
-        st.sampled_from(
-            [
-                ("drain",),
-                ("retitle",),
-                ("resume",),
-                ("down",),
-                ("up",),
-                ("boot",),
-                ("lose memory",),
-                ("a day",),
-            ]
-        ),
-    ),
-    max_size=30,
-)
-sites = st.builds(
-    Settings,
-    mode=st.sampled_from([Mode.DRAIN, Mode.DRAIN, Mode.SHADOW, Mode.REPORT]),
-    confirm=st.integers(1, 2),
-    passes=st.integers(1, 2),
-    contract=st.booleans(),
-    report_only=st.sampled_from([frozenset(), frozenset({"disk"})]),
-    after_boot=st.sampled_from([frozenset(), frozenset({"xid"})]),
-)
-
-
-def happen(node: Node, event: tuple[object, ...]) -> Decision | None:
-    if event[0] == "run":
-        how = str(event[2])
-        faults = ["a check of ours raised"] if how == "fault" else []
-        results: list[Result] = event[1]  # type: ignore[assignment]
-        return node.run(
-            *results, faults=faults, refused=how == "refused", killed=how == "killed", unseen=how == "unseen"
-        )
-    if event[0] == "drain":
-        node.person_drains()
-    elif event[0] == "retitle" and node.slurm.drained:
-        node.person_drains(node.slurm.reason + " (mine)")
-    elif event[0] == "resume":
-        node.person_resumes()
-    elif event[0] == "down":
-        node.slurm = InSlurm(frozenset({"DOWN", "NOT_RESPONDING"}), "Not responding", "slurm", node.now)
-    elif event[0] == "up" and "DOWN" in node.slurm.state:
-        node.slurm = IDLE
-    elif event[0] == "boot":
-        node.boot += "'"
-    elif event[0] == "lose memory":
-        node.history = History()
-    elif event[0] == "a day":
-        node.now += 24 * HOUR
-    return None
-
-
-@settings(max_examples=1000, deadline=None)
-@given(events, sites)
-def test_no_history_ever_lifts_a_drain_that_is_not_ours_or_drains_without_a_finding(
-    happenings: list[tuple[object, ...]], site: Settings
-) -> None:
-    node = Node(site)
-    ours = False  # whether the drain in place, if there is one, was made by us in this very wording and time
-    for event in happenings:
-        before = node.slurm
-        done = len(node.acts)
-        decision = happen(node, event)
-        acted = node.acts[done:]
-        for action in acted:
-            assert site.mode is Mode.DRAIN
-            if action.kind == "undrain":
-                assert ours
-                assert decision is not None
-                found: list[Result] = event[1]  # type: ignore[assignment]
-                assert not [
-                    each
-                    for each in found
-                    if each.status is Status.CRITICAL and each.check not in site.report_only
-                ]
-                assert event[2] != "fault"
-            else:
-                assert not before.drained or ours
-                assert not before.state & {"DOWN", "FAIL"}
-                found = event[1]  # type: ignore[assignment]
-                assert any(
-                    each.status is Status.CRITICAL and each.check not in site.report_only for each in found
-                )
-            ours = action.kind != "undrain" and action.state == "DRAIN"
-        if not acted and node.slurm != before:
-            ours = False
-        if event[0] == "lose memory":
-            ours = False
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(results_, max_size=60), st.integers(2, 4))
-def test_without_a_person_a_node_is_given_back_less_often_than_the_limit(
-    runs_: list[list[Result]], limit: int
-) -> None:
-    node = Node(replace(DRAIN, flap_limit=limit))
-    for each in runs_:
-        node.run(*each)
-    assert node.kinds.count("undrain") < limit
-    assert node.kinds.count("drain") <= limit
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(["fault", "killed", "unseen", "none"]), max_size=20), results_)
-def test_crashes_of_ours_never_drain(how: list[str], found: list[Result]) -> None:
-    node = Node()
-    sound = [each for each in found if each.status is not Status.CRITICAL]
-    for each in how:
-        happen(node, ("run", [] if each == "none" else sound, each))
-    assert node.acts == []
