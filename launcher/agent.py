@@ -118,8 +118,14 @@ class Agent:
         self._socket = self._connect()
         if self._post.joiner:
             self._send_output_on()
-        await self._send(self._introduction())
+        examined = self._post.options.health == "on" or (
+            self._post.options.health == "auto" and self._post.deaf
+        )
+        unfit = await self._examine() if examined else ""
+        await self._send(self._introduction(unfit))
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        if examined:
+            tasks.append(asyncio.create_task(self._stay_fit(unfit)))
         code = await self._over
         tasks[0].cancel()
         await self._stop_workers()
@@ -128,7 +134,8 @@ class Agent:
             for stream in self._pipes:
                 self._pass_output(stream)
         await self._send(m.Bye())
-        tasks[1].cancel()
+        for task in tasks[1:]:
+            task.cancel()
         if coordinator is not None:
             with contextlib.suppress(asyncio.TimeoutError):
                 code = await asyncio.wait_for(coordinator, 10.0)
@@ -224,7 +231,26 @@ class Agent:
         sock.connect(f"tcp://{host}:{port}")
         return sock
 
-    def _introduction(self) -> m.AgentHello:
+    async def _examine(self) -> str:
+        """Why this node is not fit for work, if it is not."""
+        from everstep.healthcheck import api
+
+        verdict = await api.examine()
+        for fault in verdict.faults:
+            _say(f"{self._post.node}: health checks: {fault}")
+        return "" if verdict.fit else verdict.reason
+
+    async def _stay_fit(self, unfit: str) -> None:
+        """Tell the coordinator when that changes."""
+        from everstep.healthcheck import api
+
+        async for verdict in api.watch():
+            now = "" if verdict.fit else verdict.reason
+            if now != unfit and not verdict.faults:
+                unfit = now
+                await self._send(m.Health(unfit))
+
+    def _introduction(self, unfit: str = "") -> m.AgentHello:
         post = self._post
         versions = {name: importlib.metadata.version(name) for name in ("everstep", "torch")}
         return m.AgentHello(
@@ -238,6 +264,7 @@ class Agent:
             post.problem,
             post.code,
             post.joiner,
+            unfit,
         )
 
     async def _send(self, message: m.FromAgent) -> None:

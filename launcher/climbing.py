@@ -65,11 +65,16 @@ class Climbing(Gathering, Winding):
 
     def _late_hello(self, hello: m.AgentHello) -> None:
         """A replacement node is here: its workers are standbys."""
-        node = Node(hello.node, hello)
+        node = Node(hello.node, hello, unfit=hello.unfit)
         self.nodes[hello.node] = node
         odd = {name: v for name, v in hello.versions.items() if self.versions.get(name, v) != v}
-        problem = hello.problem or "; ".join(
-            f"it has {name} {version}, the other nodes {self.versions[name]}" for name, version in odd.items()
+        problem = (
+            hello.problem
+            or hello.unfit
+            or "; ".join(
+                f"it has {name} {version}, the other nodes {self.versions[name]}"
+                for name, version in odd.items()
+            )
         )
         if problem:
             self._to(node.name, m.Stop(hello.code, problem))

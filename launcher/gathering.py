@@ -16,7 +16,7 @@ class Gathering(Mind):
     """The first part of a run."""
 
     def _agent_hello(self, hello: m.AgentHello) -> None:
-        self.nodes[hello.node] = Node(hello.node, hello)
+        self.nodes[hello.node] = Node(hello.node, hello, unfit=hello.unfit)
         if hello.problem:
             self._end(hello.code, hello.problem)
             return
@@ -35,7 +35,14 @@ class Gathering(Mind):
         return True
 
     def _seat_everyone(self) -> None:
-        primary = [n for n in self.roster.alive() if not n.hello.spare]
+        # Unfit nodes are used where there are no others: a check can be wrong.
+        best = sorted(self.roster.alive(), key=lambda n: (bool(n.unfit), n.hello.spare, n.index))
+        primary = sorted(best[: self.config.nnodes], key=lambda n: n.index)
+        for node in self.roster.alive():
+            if node.unfit:
+                held = "it is used all the same" if node in primary else "another one is used"
+                self._say(f"WARNING: node {node.name} is not fit for work ({node.unfit}): {held}")
+                self._emit("health", node=node.name, fit=False, reason=node.unfit)
         self.roster.seats = [
             Seat(node.name, local, group)
             for group, node in enumerate(primary[: self.config.nnodes])

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from everstep.launcher import messages as m
 from everstep.launcher import placing, tries
-from everstep.launcher.climbing import Climbing
 from everstep.launcher.ending import Ending
+from everstep.launcher.evacuating import Evacuating
 from everstep.launcher.roster import (
     Action,
     Blame,
@@ -75,7 +75,7 @@ _NO_STEPS = (
 )
 
 
-class Membership(Climbing, Ending):
+class Membership(Evacuating, Ending):
     """The state machine. Feed it with `handle`; it keeps no reference to anything outside."""
 
     # --- entrance -------------------------------------------------------------------------------
@@ -133,6 +133,8 @@ class Membership(Climbing, Ending):
             worker = self._of(node, message.worker)
             if worker is not None:
                 self._exited(worker, message)
+        elif isinstance(message, m.Health):
+            self._health(node, message)
         elif isinstance(message, m.Told):
             self._told(node, message.signal)
         elif isinstance(message, m.FromWorkers):
@@ -198,6 +200,7 @@ class Membership(Climbing, Ending):
             self.nodes[worker.node].broken = 0
             self._emit("standby_ready", node=worker.node, worker=worker.id)
             self._place()
+            self._evacuate_all()
 
     # --- standbys -------------------------------------------------------------------------------
 
@@ -378,23 +381,6 @@ class Membership(Climbing, Ending):
 
     # --- failures -------------------------------------------------------------------------------
 
-    def _failure(
-        self,
-        worker: Worker,
-        kind: tries.Kind,
-        text: str,
-        what: str,
-        code: int,
-        detail: str = "",
-        ranks: tuple[int, ...] = (),
-    ) -> Failure:
-        if worker.rank >= 0 and not ranks:
-            ranks = (worker.rank,)
-        said = worker.left if kind == "own" else None
-        generation = said.generation if said is not None else self.generation
-        step = worker.committed if worker.committed >= 0 else self.frontier
-        return Failure(kind, text, what, ranks, step, generation, code, detail)
-
     def _failed(self, failure: Failure) -> None:
         """Somebody is lost, or cannot go on: the next generation, a new start, or the end."""
         if self.phase == "winding":
@@ -526,6 +512,7 @@ class Membership(Climbing, Ending):
             if self.generation > 1:
                 self._say(f"generation {self.generation} goes on: step {step} committed")
             self._top_up(nice=True)
+            self._evacuate_all()
 
 
 def _row(w: Worker, r: m.Ready) -> m.Member:

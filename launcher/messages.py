@@ -221,6 +221,7 @@ class AgentHello(Struct, frozen=True):
     problem: str = ""  # why this node cannot take part, in one line
     code: int = 64
     joiner: bool = False  # of a replacement node
+    unfit: str = ""  # why its health checks find it not fit for work
 
 
 class Heartbeat(Struct, frozen=True):
@@ -243,6 +244,12 @@ class FromWorkers(Struct, frozen=True):
     message: FromWorker
 
 
+class Health(Struct, frozen=True):
+    """What this node's health checks say now; empty: it is fit for work."""
+
+    unfit: str = ""
+
+
 class Told(Struct, frozen=True):
     """The agent was told to stop, by this signal."""
 
@@ -261,7 +268,7 @@ class Bye(Struct, frozen=True):
 
 
 FromAgent: TypeAlias = (
-    AgentHello | Heartbeat | WorkerStarted | WorkerExited | FromWorkers | Told | Output | Bye
+    AgentHello | Heartbeat | WorkerStarted | WorkerExited | FromWorkers | Health | Told | Output | Bye
 )
 
 # --- from the coordinator to an agent -----------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from everstep.launcher import messages as m
 from everstep.launcher import placing
 from everstep.launcher.roster import Action, Config, Emit, End, Node, Placement, Roster, Say, To, Worker
-from everstep.launcher.tries import REQUEUE, Failure, Tries
+from everstep.launcher.tries import REQUEUE, Failure, Kind, Tries
 
 Phase = Literal["gathering", "starting", "restarting", "regrouping", "running", "winding", "over"]
 
@@ -63,6 +63,23 @@ class Mind:
         code = own.code if own is not None else REQUEUE
         self._end(code, f"{self._why()}; {reason}", own.detail if own is not None else "")
 
+    def _failure(
+        self,
+        worker: Worker,
+        kind: Kind,
+        text: str,
+        what: str,
+        code: int,
+        detail: str = "",
+        ranks: tuple[int, ...] = (),
+    ) -> Failure:
+        if worker.rank >= 0 and not ranks:
+            ranks = (worker.rank,)
+        said = worker.left if kind == "own" else None
+        generation = said.generation if said is not None else self.generation
+        step = worker.committed if worker.committed >= 0 else self.frontier
+        return Failure(kind, text, what, ranks, step, generation, code, detail)
+
     # --- workers ---------------------------------------------------------------------------------
 
     def _assign(self, worker: Worker) -> None:
@@ -100,6 +117,10 @@ class Mind:
 
     def _place(self, failure: Failure | None = None) -> None:
         """Give every empty rank a standby, or wait for one, or climb down the ladder."""
+        raise NotImplementedError
+
+    def _failed(self, failure: Failure) -> None:
+        """Somebody is lost, or cannot go on."""
         raise NotImplementedError
 
     def _climb(self, ranks: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from everstep.launcher.ladder import parse_policy
 from everstep.recovery.errors import UsageError
 
 Resume = Literal["auto", "none"]
+Health = Literal["auto", "on", "off"]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ORDERS_VARIABLE = "EVERSTEP_AGENT"
@@ -57,6 +58,8 @@ class RunOptions:
     """Seconds that a run waits for a replacement node."""
     grace: float = 10.0
     """Seconds that the step under way is given to finish when the run is told to stop."""
+    health: Health = "auto"
+    """Whether agents run the light health checks before and while the run is under way; auto: under Slurm."""
     run_dir: Path | None = None
     """Shared directory for what outlives an attempt: its history and events. None: the default one."""
 
@@ -160,6 +163,14 @@ _SHARED = (
         show_default=True,
         metavar="SECONDS",
         help="How long the step under way may take to finish when the run is told to stop.",
+    ),
+    click.option(
+        "--health",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Light health checks of each node, before the run and while it is under way: work is moved off "
+        "a node that is not fit for it. auto: under Slurm.",
     ),
     click.option(
         "--run-dir",

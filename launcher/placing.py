@@ -64,14 +64,24 @@ def _moves(node: Node, home: Node, moved: dict[str, int]) -> bool:
 
 
 def _candidates(home: Node, roster: Roster, moved: dict[str, int]) -> list[list[Node]]:
-    others = [n for n in roster.alive() if n is not home]
+    others = [n for n in roster.alive() if n is not home and not n.unfit]
     room = [n for n in others if roster.hosted(n) + moved.get(n.name, 0) < roster.config.nproc]
     near = "standby" in roster.config.allowed
     return [
-        [home] if home.alive and near else [],
+        [home] if home.alive and near and not home.unfit else [],
         [n for n in room if n.hello.spare] if "spare" in roster.config.allowed else [],
         [n for n in others if not n.hello.devices] if near else [],
     ]
+
+
+def takers(node: Node, roster: Roster) -> int:
+    """How many ranks of this node could be taken at once by standbys that are ready elsewhere."""
+    ready = 0
+    _, spare, anywhere = _candidates(node, roster, {})
+    for other in {n.name: n for n in (*spare, *anywhere)}.values():
+        idle = len(roster.idle(other, "standby"))
+        ready += idle if other in anywhere else min(idle, roster.config.nproc - roster.hosted(other))
+    return ready
 
 
 def wanted(node: Node, roster: Roster) -> int:
@@ -88,7 +98,7 @@ def may_start(node: Node, roster: Roster) -> bool:
 
 def missing(node: Node, roster: Roster) -> int:
     """How many standbys have to be started to have as many as wanted."""
-    if node.broken >= STANDBY_TRIES:
+    if node.broken >= STANDBY_TRIES or node.unfit:
         return 0
     return max(0, wanted(node, roster) - len(roster.idle(node, "standby", "starting")))
 

@@ -162,6 +162,8 @@ class Node:
     name: str
     hello: m.AgentHello
     alive: bool = True
+    unfit: str = ""  # why it is not fit for work, by its health checks
+    warned: str = ""  # the same, as far as it was said
     told: int = 0  # the signal that told its agent to stop
     broken: int = 0  # standbys in a row that never got ready
     started: int = 0

@@ -403,7 +403,7 @@ class Fault:
     """Something that happens from outside, `after` so many events."""
 
     after: int
-    kind: str  # kill, node, stop, requeue
+    kind: str  # kill, node, stop, requeue, sick, well
     target: int  # which of those that are there
 
     def __repr__(self) -> str:
@@ -612,6 +612,11 @@ class Run:
     def strike(self, fault: Fault) -> None:
         if fault.kind in ("stop", "requeue"):
             self.run_events.append(ms.StopAsked("told to stop", 143, fault.kind == "requeue"))
+        elif fault.kind in ("sick", "well"):
+            nodes = [n for n in self.agents if n not in self.dead_nodes and n in self.membership.nodes]
+            if nodes:
+                unfit = "gpu3" if fault.kind == "sick" else ""
+                self.agents[nodes[fault.target % len(nodes)]].append(m.Health(unfit))
         elif fault.kind == "kill":
             there = [w for w in self.workers.values() if w.alive]
             if there:

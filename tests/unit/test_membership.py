@@ -66,7 +66,12 @@ def strikes(kinds: list[str], most: int, within: int = 500) -> st.SearchStrategy
 
 
 @orders(600)
-@given(shapes, seeds, strikes(["kill", "kill", "kill", "node", "node", "stop", "requeue"], 12), noises)
+@given(
+    shapes,
+    seeds,
+    strikes(["kill", "kill", "kill", "node", "node", "sick", "sick", "well", "stop", "requeue"], 12),
+    noises,
+)
 def test_whatever_happens_the_run_ends_with_a_reason(
     shape: Shape, seed: int, faults: list[Fault], noise: float
 ) -> None:

@@ -219,6 +219,8 @@ def test_told_to_stop_at_any_moment_no_committed_step_is_lost_as_long_as_somebod
 ) -> None:
     run = Run(Shape(nnodes, steps=6, checkpoint_every=4), seed, [*faults, Fault(when, kind, 0)], noise)
     end = run.play()
+    if not run.membership.recovers:
+        return  # struck before any rank came to recovery.init(): a plain script, for all that is known
     assert end.code in (0, 75, 143), end.reason
     if "a checkpoint of step" in end.reason:
         alive = [w.committed for w in run.workers.values() if w.alive and w.joined and w.whole]
