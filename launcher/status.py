@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from everstep.launcher import screen
 from everstep.launcher.picture import Picture, Seat, picture, ranks_by_node
 from everstep.launcher.slurm.client import fold
 from everstep.launcher.timeline import Event, Recovery
@@ -108,10 +109,7 @@ def _print_once(title: str, now: Picture | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(now.to_json() if now else None), flush=True)
         return
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    console.print(draw(title, now, time.time()))
+    screen.show(draw(title, now, time.time()))
 
 
 def _watch(title: str, file: Path, as_json: bool) -> int:
@@ -161,7 +159,7 @@ def draw(title: str, now: Picture | None, clock: float) -> RenderableType:
     if now.attempt > 1:
         head.append(f", attempt {now.attempt}")
     parts: list[RenderableType] = [head]
-    if now.reason:
+    if now.reason not in ("", now.phase):
         parts.append(Text(f"  {now.reason}", style="dim"))
     if now.seats:
         parts.append(_seats(now))
@@ -210,20 +208,19 @@ def _recoveries(all_of_them: tuple[Recovery, ...]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("at")
-    table.add_column("recovery", overflow="fold", max_width=70)
-    phases = [name for name, _ in all_of_them[0].phases(0.0)][1:]
-    for name in phases:
-        table.add_column(f"{name} ms", justify="right")
+    table.add_column("generation", no_wrap=True)
+    for name, _ in all_of_them[0].phases(0.0)[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
     for recovery in all_of_them[-_SHOWN:]:
         times = [_ms(at) for _, at in recovery.phases(recovery.noticed)[1:]]
         at = datetime.fromtimestamp(recovery.noticed).strftime("%H:%M:%S")
-        table.add_row(at, f"generation {recovery.generation}: {recovery.reason}", *times)
+        table.add_row(f"{recovery.generation} at {at}", *times, recovery.reason)
     return table
 
 
 def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
+    return "-" if value is None else f"{value:.0f} ms"
 
 
 def _duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from everstep.launcher import screen
 from everstep.launcher.doctor import checks
 from everstep.launcher.doctor.checks import Line
 from everstep.launcher.doctor.gather import answer, gather
@@ -32,7 +33,6 @@ def to_json(lines: Sequence[Line]) -> str:
 
 def show(lines: Sequence[Line]) -> None:
     """One screen; colours on a terminal only."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -46,15 +46,7 @@ def show(lines: Sequence[Line]) -> None:
             told.append(f"\n-> {line.fix}", style="dim" if line.level == "skip" else "cyan")
         level = "-" if line.level == "skip" else line.level
         table.add_row(Text(level, style=_COLOURS[line.level]), Text(line.check, style="bold"), told)
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file, a pipe: lines are not folded, nor filled with spaces
-        console = Console(highlight=False, width=10_000)
-        with console.capture() as captured:
-            console.print(table)
-        print("\n".join(row.rstrip() for row in captured.get().splitlines()))
-    else:
-        console.print(table)
-    console.print(summary(lines))
+    screen.show(table, Text(summary(lines)))
 
 
 def summary(lines: Sequence[Line]) -> str:

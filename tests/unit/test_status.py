@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,8 @@ def test_a_lost_rank_is_taken_by_a_standby() -> None:
 
 
 def test_the_recovery_s_phases_are_shown_in_milliseconds() -> None:
-    text = shown(now([*BEGUN, *LOST, *AGAIN]))
-    assert "generation 2: rank 0 on n1 died (SIGKILL)" in text
-    assert text.splitlines()[-1].split()[-4:] == ["100", "200", "300", "400"]
+    line = shown(now([*BEGUN, *LOST, *AGAIN])).splitlines()[-1]
+    assert re.search(r"^2 at .* 100 ms +200 ms +300 ms +400 ms +rank 0 on n1 died \(SIGKILL\)", line), line
 
 
 def test_a_lost_node_takes_its_standbys_along() -> None:
