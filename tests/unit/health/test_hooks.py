@@ -297,7 +297,7 @@ def test_a_sick_node_is_refused_without_a_word_to_slurm(
     assert hook(bench.machine()) == 1
     assert bench.slurm.acts == []
     assert bench.last.action.endswith("refused job 12")
-    assert bench.asked == [("light", 20.0)]
+    assert bench.asked == [("light", 8.0)]
     assert OURS in bench.said[0]
 
 
