@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from everstep.healthcheck import child
 from everstep.healthcheck.child import Answer, command
 from everstep.healthcheck.policy import Settings, actionable, worded
-from everstep.healthcheck.result import Result
+from everstep.healthcheck.result import Report, Result
 
 EVERY_S = 30.0
 LIGHT_S = 6.0
@@ -55,12 +55,15 @@ async def examine(
 
 
 def verdict(answer: Answer | Iterable[Result]) -> Verdict:
-    """What results mean for work on the node: only something critical makes it unfit. Pure."""
-    faults = answer.faults if isinstance(answer, Answer) else ()
-    results = _results(answer) if isinstance(answer, Answer) else answer
-    found = actionable(results, Settings())
+    """What results mean for work on the node: only something critical makes it unfit. Pure.
+
+    Checks that the site wants shown and not acted on count for nothing here either.
+    """
+    if not isinstance(answer, Answer):
+        answer = Answer(Report("", "", "", tuple(answer)))
+    found = actionable(_results(answer), Settings(report_only=answer.report_only))
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return Verdict(not found, worded(found[0]) + more if found else "", faults)
+    return Verdict(not found, worded(found[0]) + more if found else "", answer.faults)
 
 
 def _results(answer: Answer) -> tuple[Result, ...]:

@@ -33,12 +33,15 @@ class Answer:
     report: Report | None
     faults: tuple[str, ...] = ()
     """Failures of everstep's own."""
+    report_only: frozenset[str] = frozenset()
+    """Checks that the site wants shown and not acted on."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
     request: Request
     node_name: str | None
+    report_only: frozenset[str]
 
 
 def command(
@@ -91,8 +94,9 @@ def parse(text: bytes | str) -> Answer:
         data = json.loads(text)
         report = data["report"]
         faults = tuple(str(fault) for fault in data["faults"])
-        return Answer(None if report is None else Report.from_dict(report), faults)
-    except (ValueError, KeyError, TypeError):
+        report_only = frozenset(str(name) for name in data.get("report_only", ()))
+        return Answer(None if report is None else Report.from_dict(report), faults, report_only)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return Answer(None)
 
 
@@ -141,7 +145,7 @@ def _prepare(level: str, limit_s: float | None, config: str | None) -> tuple[_Pr
         site_checks=False,  # they are in the register already
         total_s=total,
     )
-    return _Prepared(request, settings.node_name), faults
+    return _Prepared(request, settings.node_name, settings.settings().report_only), faults
 
 
 def _once(prepared: _Prepared, faults: tuple[str, ...]) -> dict[str, Any]:
@@ -153,7 +157,11 @@ def _once(prepared: _Prepared, faults: tuple[str, ...]) -> dict[str, Any]:
         return {"report": None, "faults": [str(error)]}
     if prepared.node_name:
         report = replace(report, node=prepared.node_name)
-    return {"report": report.as_dict(), "faults": [*faults, *report.faults]}
+    return {
+        "report": report.as_dict(),
+        "faults": [*faults, *report.faults],
+        "report_only": sorted(prepared.report_only),
+    }
 
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:

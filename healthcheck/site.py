@@ -24,6 +24,7 @@ VARIABLE = "EVERSTEP_HEALTH_CONFIG"
 STATE_DIR = "/var/lib/everstep/health"
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Limit = Annotated[float, msgspec.Meta(gt=0, le=45)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Level = Literal["light", "full", "deep"]
 
@@ -41,11 +42,18 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after_boot: tuple[str, ...] | None = None
 
 
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[program]`: what HealthCheckProgram looks at, and for how long at most. Slurm kills it after 60 s."""
+
+    level: Literal["light", "full"] = "full"
+    limit_s: Limit = 45.0
+
+
 class Hook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[program]`, `[prolog]`, `[epilog]`: what is run from Slurm, and for how long at most."""
+    """`[prolog]`, `[epilog]`. Slurm expects them to end within its MessageTimeout, 10 s by default."""
 
     level: Literal["light", "full"] = "light"
-    limit_s: Annotated[float, msgspec.Meta(gt=0, le=45)] = 20.0
+    limit_s: Limit = 8.0
 
 
 class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +78,7 @@ class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slurm_field: Literal["comment", "extra"] | None = None
     node_name: str | None = None
     policy: Policy = Policy()
-    program: Hook = Hook("full", 45.0)
+    program: Program = Program()
     prolog: Hook = Hook()
     epilog: Hook = Hook()
     checks: Mapping[str, Switch] = msgspec.field(default_factory=dict)

@@ -21,6 +21,10 @@ shared_dir = "/home/everstep-health"
 keep_pass_s = 0
 [program]
 level = "light"
+[prolog]
+limit_s = 45  # the machine may be a busy one
+[epilog]
+limit_s = 45
 """
 COMMAND = "/opt/everstep/bin/everstep-health"
 SLURM = f"""\

@@ -37,6 +37,12 @@ def test_a_fault_of_our_own_or_a_warning_gives_no_node_up(answer: Answer) -> Non
     assert api.verdict(answer) == Verdict(True, "", ("broke",))
 
 
+def test_a_check_that_the_site_only_shows_gives_no_node_up() -> None:
+    report = Report("n1", "p5", "light", (BAD,))
+    assert api.verdict(Answer(report, report_only=frozenset({"xid"}))).fit
+    assert not api.verdict(Answer(report, report_only=frozenset({"disk"}))).fit
+
+
 def test_the_gate_runs_the_checks_in_a_process_and_does_not_block() -> None:
     async def both() -> tuple[Verdict, bool]:
         gate = asyncio.create_task(

@@ -297,7 +297,7 @@ def test_a_sick_node_is_refused_without_a_word_to_slurm(
     assert hook(bench.machine()) == 1
     assert bench.slurm.acts == []
     assert bench.last.action.endswith("refused job 12")
-    assert bench.asked == [("light", 20.0)]
+    assert bench.asked == [("light", 8.0)]
     assert OURS in bench.said[0]
 
 
@@ -462,6 +462,7 @@ def test_the_site_s_file_says_what_is_checked(tmp_path: Path, capsys: pytest.Cap
     assert by_check["mine"].reason == "cpu"
     assert "xid" not in by_check
     assert (answer.report.node, answer.report.profile) == ("n7", "cpu")
+    assert answer.report_only == {"xid"}
 
 
 def test_an_unreadable_root_is_a_fault_and_no_report(

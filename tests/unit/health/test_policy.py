@@ -305,6 +305,27 @@ def test_a_check_that_comes_and_goes_ends_in_a_drain_that_a_person_lifts() -> No
     assert "by hand" not in node.slurm.reason
 
 
+def test_a_request_that_slurm_refused_is_neither_a_drain_nor_a_person_s_resume() -> None:
+    node = Node()
+    for _ in range(2):
+        node.run(result())
+        node.run(good())
+    for _ in range(3):
+        node.run(result(), refused=True)
+    assert len(node.history.drains) == 2
+    node.run(result())
+    assert "drained 3 times" in node.slurm.reason
+
+
+def test_another_reason_for_the_same_drain_is_no_flapping() -> None:
+    node = Node()
+    for severity in (Severity.MONITOR, Severity.RESET, Severity.REBOOT, Severity.REPLACE):
+        node.run(result(severity=severity))
+    node.run(good())
+    assert node.kinds == ["drain", "update", "update", "update", "undrain"]
+    assert len(node.history.drains) == 1
+
+
 def test_drains_a_day_apart_are_no_flapping() -> None:
     node = Node()
     for _ in range(5):

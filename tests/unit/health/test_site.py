@@ -155,7 +155,7 @@ def test_a_whole_file_is_read() -> None:
     read = site.parse(text, "x")
     assert read.off() == {"clocks"}
     assert read.program.limit_s == 30
-    assert read.program.level == "light"
+    assert read.program.level == "full"
     settings = read.settings(frozenset({"xid"}))
     assert (settings.mode, settings.confirm, settings.flap_window_s) == (Mode.DRAIN, 2, 12 * 3600)
     assert settings.contract
@@ -210,7 +210,7 @@ def test_the_file_in_the_documentation_is_right_and_says_what_holds_without_it()
     shown = site.parse(text.encode(), "docs")
     assert msgspec.structs.replace(shown, checks={}, profile=None) == site.Site()
     named = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE))
-    for struct in (site.Site, site.Policy, site.Hook, site.Switch):
+    for struct in (site.Site, site.Policy, site.Program, site.Hook, site.Switch):
         fields = {each.name for each in msgspec.structs.fields(struct)}
         assert fields <= named | {"policy", "program", "prolog", "epilog", "checks"}
 
