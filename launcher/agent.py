@@ -8,73 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
+from everstep.launcher import fitness, torchrun, workers
 from everstep.launcher import messages as m
-from everstep.launcher import torchrun, workers
+from everstep.launcher.chair import GATHER, take_the_chair
 from everstep.launcher.coordinator import MISSED, Coordinator
 from everstep.launcher.guardian import adopt_orphans, end_descendants
-from everstep.launcher.jobside import Here, JobSide, restart_count
 from everstep.launcher.keys import keys_from
-from everstep.launcher.ladder import parse_policy
-from everstep.launcher.membership import Config, Placement, RecruitFailed
-from everstep.launcher.options import ORDERS_VARIABLE, SECRET_VARIABLE, RunOptions
+from everstep.launcher.options import ORDERS_VARIABLE, SECRET_VARIABLE
 from everstep.launcher.output import Relay
-from everstep.launcher.recruit import Terms
-from everstep.launcher.slurm.client import SlurmClient
+from everstep.launcher.post import Post, introduction
 from everstep.recovery import tripwire
 from everstep.recovery.control import DEAF_VARIABLE
-from everstep.recovery.errors import UsageError
 
 _GRACE = 2.0  # between SIGTERM and SIGKILL of workers, where torchrun's --shutdown-timeout says nothing
 _SILENCE = 4.0  # seconds without the coordinator's heartbeat until its workers are stopped
-_GATHER = 300.0
 _ADMISSION = 20.0  # seconds from the connection to the coordinator's first word
-_PORTS = 8
-_TWICE = (
-    2.0  # seconds within which a signal that comes again is the same one: Slurm and the guardian both send it
-)
+_CLOSING = 90.0  # seconds for the coordinator's last words with Slurm
+_TWICE = 2.0  # seconds within which a signal that comes again is the same: Slurm and the guardian send it
 _ALONE = 1.0  # seconds for the coordinator to say that the whole run is being stopped
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Post:
-    """Everything that one agent needs to know to begin."""
-
-    node: str
-    index: int
-    nnodes: int  # that hold ranks
-    options: RunOptions
-    spec: torchrun.WorkerSpec
-    run_id: str
-    coordinator: tuple[str, int]
-    address: str  # that state and groups travel on
-    spare: bool = False
-    listener: int = -1  # an already bound socket, for the coordinator
-    bind: str = "127.0.0.1"
-    devices: int = 0
-    problem: str = ""
-    code: int = 64
-    joiner: bool = False  # of a replacement node, which comes to a run that is under way
-    deaf: bool = False  # Slurm signals every process of a step, and workers leave that to their agent
-    # The coordinator's, in a Slurm job: what it can be asked for, by whom, and where its history is kept.
-    here: Here = Here()  # noqa: RUF009
-    client: SlurmClient | None = None
-    terms: Terms | None = None
-    folder: Path | None = None
 
 
 async def serve(post: Post, secret: str) -> int:
@@ -100,10 +63,8 @@ class Agent:
         self._connections: zmq.asyncio.Socket | None = None  # events of the connection to the coordinator
         self._reached = self._admitted = False
         self._playing: Coordinator | None = None  # where this agent is the coordinator too
-        self._output = {
-            1: 1,
-            2: 2,
-        }  # where workers' lines go; on a replacement node, a pipe to the coordinator
+        # Where workers' lines go: on a replacement node, into a pipe to the coordinator.
+        self._output = {1: 1, 2: 2}
         self._pipes: dict[int, int] = {}
         self._asked: dict[int, float] = {}  # signals that were heeded, and when
         self._winding = False
@@ -114,18 +75,15 @@ class Agent:
             self._loop.add_signal_handler(number, self._told_to_stop, number)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             self._loop.add_signal_handler(number, self._asked_to_stop, number)
-        coordinator = self._coordinator()
+        coordinator = self._take_the_chair()
         self._socket = self._connect()
         if self._post.joiner:
             self._send_output_on()
-        examined = self._post.options.health == "on" or (
-            self._post.options.health == "auto" and self._post.deaf
-        )
-        unfit = await self._examine() if examined else ""
-        await self._send(self._introduction(unfit))
+        unfit = await fitness.examine(self._say_here) if self._post.examined else ""
+        await self._send(introduction(self._post, unfit))
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        if examined:
-            tasks.append(asyncio.create_task(self._stay_fit(unfit)))
+        if self._post.examined:
+            tasks.append(asyncio.create_task(fitness.watch(unfit, self._send)))
         code = await self._over
         tasks[0].cancel()
         await self._stop_workers()
@@ -138,7 +96,8 @@ class Agent:
             task.cancel()
         if coordinator is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                code = await asyncio.wait_for(coordinator, 10.0)
+                # Slurm may take its time over a requeue, and nobody else would ask for it.
+                code = await asyncio.wait_for(coordinator, _CLOSING if self._post.client else 10.0)
         self._relay.drain(1.0)
         self._socket.disable_monitor()
         self._socket.close()
@@ -147,75 +106,18 @@ class Agent:
 
     # --- the coordinator, here or elsewhere -----------------------------------------------------
 
-    def _coordinator(self) -> asyncio.Task[int] | None:
-        post = self._post
-        if post.index != 0:
+    def _take_the_chair(self) -> asyncio.Task[int] | None:
+        if self._post.index != 0:
             return None
-        job: JobSide | None = None
-        fruitless = 0
-        if post.client is not None and post.terms is not None:
-            job = JobSide(post.client, post.here.job_id, post.terms, self._recruit_failed, _say)
-            fruitless = job.begin(post.folder, restart_count())
-        config = Config(
-            nnodes=post.nnodes,
-            nproc=post.spec.nproc_per_node,
-            environment=self._environment,
-            standby=post.options.standby,
-            spare_nodes=post.options.spare_nodes,
-            max_restarts=post.spec.max_restarts,
-            expects_recovery=_mentions_everstep(post.spec.script),
-            token=lambda: os.urandom(32),
-            allowed=parse_policy(post.options.resume_policy),
-            in_job=job is not None and post.here.job_id > 0,
-            can_requeue=post.here.can_requeue,
-            why_not=post.here.why_not,
-            attempts=fruitless,
-            grace=post.options.grace,
-        )
-        heartbeat, events = post.options.heartbeat, post.options.events
-        coordinator = Coordinator(self._context, self._keys, config, heartbeat, events, job)
-        try:
-            if post.listener >= 0:
-                coordinator.adopt(post.listener)
-            else:
-                coordinator.bind(post.bind, post.coordinator[1])
-        except zmq.ZMQError as error:
-            raise UsageError(
-                f"port {post.coordinator[1]} of {post.node} cannot be used for the coordinator ({error}): "
-                "start the run again, which takes another one"
-            ) from error
-
-        self._playing = coordinator
+        coordinator = self._playing = take_the_chair(self._post, self._context, self._keys)
 
         async def serve_it() -> int:
-            return (await coordinator.serve(_GATHER)).code
+            return (await coordinator.serve(GATHER)).code
 
         return asyncio.ensure_future(serve_it())
 
-    def _recruit_failed(self, failed: RecruitFailed) -> None:
-        if self._playing is not None:
-            self._playing.notice(failed)
-
-    def _environment(self, place: Placement) -> dict[str, str]:
-        task: dict[str, str] = {}
-        if self._post.spec.plain:
-            task = torchrun.task_environment(
-                rank=place.rank, node_rank=place.group_rank, nnodes=self._post.nnodes
-            )
-            if not _mentions_everstep(self._post.spec.script):
-                return task
-        return task | torchrun.rank_environment(
-            self._post.spec,
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=self._post.nnodes * self._post.spec.nproc_per_node,
-            nnodes=self._post.nnodes,
-            node_rank=place.group_rank,
-            master_addr=place.master_host,
-            master_port=place.master_port,
-            restart_count=place.attempt,
-            run_id=self._post.run_id,
-        )
+    def _say_here(self, text: str) -> None:
+        _say(f"{self._post.node}: {text}")
 
     def _connect(self) -> zmq.asyncio.Socket:
         sock = self._context.socket(zmq.DEALER)
@@ -230,42 +132,6 @@ class Agent:
         self._connections = sock.get_monitor_socket(zmq.EVENT_CONNECTED)
         sock.connect(f"tcp://{host}:{port}")
         return sock
-
-    async def _examine(self) -> str:
-        """Why this node is not fit for work, if it is not."""
-        from everstep.healthcheck import api
-
-        verdict = await api.examine()
-        for fault in verdict.faults:
-            _say(f"{self._post.node}: health checks: {fault}")
-        return "" if verdict.fit else verdict.reason
-
-    async def _stay_fit(self, unfit: str) -> None:
-        """Tell the coordinator when that changes."""
-        from everstep.healthcheck import api
-
-        async for verdict in api.watch():
-            now = "" if verdict.fit else verdict.reason
-            if now != unfit and not verdict.faults:
-                unfit = now
-                await self._send(m.Health(unfit))
-
-    def _introduction(self, unfit: str = "") -> m.AgentHello:
-        post = self._post
-        versions = {name: importlib.metadata.version(name) for name in ("everstep", "torch")}
-        return m.AgentHello(
-            post.node,
-            post.index,
-            post.address,
-            post.spare,
-            _free_ports(post.address, _PORTS),
-            versions,
-            post.devices,
-            post.problem,
-            post.code,
-            post.joiner,
-            unfit,
-        )
 
     async def _send(self, message: m.FromAgent) -> None:
         if self._socket is not None:
@@ -354,7 +220,7 @@ class Agent:
         if self._admitted or self._post.index == 0:
             return max(_SILENCE, 2 * MISSED * self._post.options.heartbeat)
         # A coordinator that takes the connection and says nothing does not know our secret.
-        return _ADMISSION if self._connected() or self._post.joiner else _GATHER
+        return _ADMISSION if self._connected() or self._post.joiner else GATHER
 
     def _connected(self) -> bool:
         if not self._reached and self._connections is not None:
@@ -560,31 +426,6 @@ class Agent:
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         end_descendants(set())
-
-
-def _mentions_everstep(script: str | None) -> bool:
-    """Whether a script is likely to call recovery.init(): until it does, only its text can tell."""
-    try:
-        return script is not None and b"everstep" in Path(script).read_bytes()
-    except OSError:
-        return False
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free now, for MASTER_PORT."""
-    held, ports = [], []
-    for _ in range(count):
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            sock.bind((host, 0))
-        except OSError:
-            sock.close()
-            continue
-        held.append(sock)
-        ports.append(int(sock.getsockname()[1]))
-    for sock in held:
-        sock.close()
-    return ports
 
 
 def _say(text: str) -> None:

@@ -126,7 +126,8 @@ def agent_main() -> int:
         ) from error
 
     def main() -> int:
-        from everstep.launcher.agent import Post, serve
+        from everstep.launcher.agent import serve
+        from everstep.launcher.post import Post
 
         post = Post(
             node=f"n{orders.index + 1}",

@@ -38,7 +38,7 @@ from everstep.launcher.slurm.srun_table import installed_table
 from everstep.recovery.errors import EverstepError, UsageError
 
 if TYPE_CHECKING:
-    from everstep.launcher.agent import Post
+    from everstep.launcher.post import Post
 
 _OVERDUE = 10.0  # seconds that a step may outlive its run
 _OVERDUE_AT_THE_END = 2.0  # the same, where the job is being ended anyway
@@ -158,7 +158,8 @@ def agent_main() -> int:
     orders = own.decode_orders(text)
 
     def main() -> int:
-        from everstep.launcher.agent import Post, serve
+        from everstep.launcher.agent import serve
+        from everstep.launcher.post import Post
 
         index = int(os.environ.get("SLURM_NODEID", "0"))
         hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"])
@@ -243,7 +244,8 @@ def joiner_main() -> int:
     host, _, port = os.environ.pop(own.COORDINATOR_VARIABLE, "").rpartition(":")
 
     def main() -> int:
-        from everstep.launcher.agent import Post, serve
+        from everstep.launcher.agent import serve
+        from everstep.launcher.post import Post
 
         job = os.environ.get("SLURM_JOB_ID", "0")
         post = Post(

@@ -1,0 +1,25 @@
+"""An agent's own health checks, before and during the run. What goes wrong with the checks changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from everstep.healthcheck import api
+from everstep.launcher import messages as m
+
+
+async def examine(say: Callable[[str], None]) -> str:
+    """Why this node is not fit for work; empty where it is."""
+    verdict = await api.examine()
+    for fault in verdict.faults:
+        say(f"health checks: {fault}")
+    return "" if verdict.fit else verdict.reason
+
+
+async def watch(unfit: str, tell: Callable[[m.Health], Awaitable[None]]) -> None:
+    """Tell whenever that changes, until cancelled."""
+    async for verdict in api.watch():
+        now = "" if verdict.fit else verdict.reason
+        if now != unfit and not verdict.faults:
+            unfit = now
+            await tell(m.Health(unfit))
