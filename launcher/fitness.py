@@ -1,4 +1,4 @@
-"""An agent's own health checks, before and during the run. A fault of the checks themselves changes nothing."""
+"""An agent's own health checks, before and during the run. A fault of the checks changes nothing."""
 
 from __future__ import annotations
 

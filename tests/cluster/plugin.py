@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,3 +59,30 @@ def taken_out(cluster: Cluster) -> Iterator[None]:
 def checked(cluster: Cluster) -> str:
     """What `make check` says on the login machine."""
     return cluster.exec("login", f"{MAKE} check", user="root", timeout=240).stdout
+
+
+def environment(cluster: Cluster) -> list[str]:
+    """What the task of a plain srun has in its environment, but for what differs from one to the next."""
+    changing = re.compile(r"^SLURM_(\w*JOB_?ID|JOB_(START|END)_TIME|\w+_PORT|TASK_PID)=")
+    done = cluster.exec("login", f"srun -N1 --nodelist={cluster.nodes[0]} env")
+    return sorted(line for line in done.stdout.splitlines() if not changing.match(line))
+
+
+def traced(cluster: Cluster, file: str) -> Counter[str]:
+    """The processes, connections and opened files of a plain srun, as strace sees them."""
+    calls = "execve,fork,vfork,clone,clone3,connect,openat,open"
+    line = f"strace -f -qq -s 300 -e trace={calls} -o {file} srun -N1 --nodelist={cluster.nodes[0]} hostname"
+    cluster.exec("login", line)
+    started = (line for line in cluster.read_shared(file).splitlines() if "CLONE_THREAD" not in line)
+    return Counter(_without_numbers(call) for line in started if (call := _call(line)))
+
+
+def _call(line: str) -> str:
+    found = re.match(r"\d+\s+(\w+\(.*)", line)
+    return found[1] if found else ""
+
+
+def _without_numbers(call: str) -> str:
+    call = re.sub(r"\s+(=|<unfinished).*", "", call)
+    call = re.sub(r"0x[0-9a-f]+|/proc/\d+|child_tidptr.*|/\* \d+ vars \*/", "", call)
+    return re.sub(r"htons\(\d+\)|\(\d+, ", "(", call) if "sa_family" in call else call

@@ -80,6 +80,15 @@ def test_wrong_values_are_refused_and_a_stock_srun_is_left_alone(old_cluster: Cl
         assert refused.returncode == 64 and "/nowhere/everstep is not here" in refused.stderr
 
 
+def test_a_stock_srun_makes_the_same_system_calls(old_cluster: Cluster, folder: str) -> None:
+    with_it = plugin.traced(old_cluster, f"{folder}/with")
+    with plugin.taken_out(old_cluster):
+        without = plugin.traced(old_cluster, f"{folder}/without")
+    own = {call for call in with_it if "everstep" in call}  # its file and its line in plugstack.conf
+    assert own and all(call.startswith("openat") for call in own), own
+    assert {call: n for call, n in with_it.items() if call not in own} == without
+
+
 def test_the_plugin_passes_its_own_check(old_cluster: Cluster) -> None:
     text = plugin.checked(old_cluster)
     assert "analyzer: nothing found" in text and "all is so" in text and "not installed" not in text
