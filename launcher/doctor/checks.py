@@ -72,7 +72,11 @@ def _slurm(facts: Facts) -> Line:
 def _nodes_in_words(slurm: SlurmFacts) -> str:
     unusable = [node.name for node in slurm.nodes if not node.usable]
     down = f", {fold(unusable)} not usable" if unusable else ""
-    return f"{len(slurm.nodes)} nodes{down}"
+    return f"{_nodes(len(slurm.nodes))}{down}"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' * (count != 1)}"
 
 
 def _plugin(facts: Facts) -> Line:
@@ -248,7 +252,7 @@ def _software(facts: Facts) -> Line:
         return Line(name, "fail", "; ".join(words), "install the same on every node")
     if not here.torch:
         return Line(name, "fail", words[0], f"install torch for {here.prefix}")
-    return Line(name, "ok", f"the same on {len(facts.asked)} nodes: {words[0].partition(' on ')[0]}")
+    return Line(name, "ok", f"the same on {_nodes(len(facts.asked))}: {words[0].partition(' on ')[0]}")
 
 
 def _silent(facts: Facts) -> list[str]:

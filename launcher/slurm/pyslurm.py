@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
 
 from everstep.launcher.slurm.cli_json import CliJson
-from everstep.launcher.slurm.cli_text import in_order, states, unknown_job
-from everstep.launcher.slurm.client import Job, Node, Partition, SlurmBusy, SlurmClient, SlurmError, expand
+from everstep.launcher.slurm.cli_text import in_order, states
+from everstep.launcher.slurm.client import (
+    Job,
+    Node,
+    Partition,
+    SlurmBusy,
+    SlurmClient,
+    SlurmError,
+    UnknownJob,
+    expand,
+)
 from everstep.launcher.slurm.commands import Patience, wait_before_retry
 
 T = TypeVar("T")
@@ -51,12 +61,7 @@ class PySlurm(CliJson):
 
     def job(self, job_id: int) -> Job:
         """One job, and whether it was made with --no-kill as far as that can be told."""
-        try:
-            found = self._asked(lambda: self.pyslurm.Job.load(job_id), f"asking for job {job_id}")
-        except SlurmError as error:
-            if "invalid job id" in str(error).lower():
-                raise unknown_job(job_id) from error
-            raise
+        found = self._asked(lambda: self.pyslurm.Job.load(job_id), f"asking for job {job_id}")
         job = read_job(found)
         if job.nodes and not job.cpus_per_node:
             return super().job(job_id)  # pyslurm 24.11.0 does not say what each node gave; the commands do
@@ -80,8 +85,6 @@ class PySlurm(CliJson):
 
     def _asked(self, ask: Callable[[], T], doing: str) -> T:
         """The answer, with the same patience that the commands have."""
-        import time
-
         began, tries = time.monotonic(), 0
         while True:
             tries += 1
@@ -89,6 +92,8 @@ class PySlurm(CliJson):
                 return ask()
             except self.pyslurm.PyslurmError as error:
                 said = str(error)
+                if "invalid job id" in said.lower():
+                    raise UnknownJob(f"{doing}: {said}: `squeue --me` lists yours") from error
                 passed = time.monotonic() - began
                 wait = wait_before_retry(said, tries=tries, passed=passed, once=False, patience=self.patience)
                 if wait is None:

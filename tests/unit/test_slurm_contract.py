@@ -35,6 +35,8 @@ class Recorded:
             return SCRIPT
         if argv[-1] == "--version":
             return f"slurm-wlm {self.release}.5\n"
+        if words[:2] == ["scontrol", "requeue"]:
+            raise UnknownJob("`scontrol requeue 99` failed: Invalid job id specified for job 99")
         if words[:2] != ["scontrol", "show"]:
             raise SlurmError("not recorded")
         if "--json" in argv and not self.knows_json:
@@ -63,7 +65,19 @@ class RecordedPyslurm(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__()
         record = json.loads((FIXTURES / "pyslurm-24.11.json").read_text())
-        self.Job = SimpleNamespace(load=lambda number: self._job(record["jobs"], number))
+        known = record["jobs"]
+
+        class Job:
+            load = staticmethod(lambda number: self._job(known, number))
+
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            def requeue(self, hold: bool) -> None:
+                if str(self.number) not in known:
+                    raise RecordedPyslurm.PyslurmError("Invalid job id specified")
+
+        self.Job = Job
         self.Nodes = SimpleNamespace(load=lambda: _objects(record["nodes"]))
         self.Partitions = SimpleNamespace(load=lambda: _objects(record["partitions"]))
 
@@ -184,6 +198,8 @@ def test_a_pending_job_of_22_05() -> None:
 def test_an_unknown_job_is_an_error_of_its_own(client: Client) -> None:
     with pytest.raises(UnknownJob, match=r"99|Invalid job id"):
         client().job(99)
+    with pytest.raises(UnknownJob, match=r"Invalid job id"):
+        client().requeue(99)
 
 
 @way
