@@ -106,7 +106,7 @@ class System:
         deadline: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # tools are run from there
         self._base = "" if self.root == Path("/") else str(self.root)
         self.deadline = deadline
         """By `clock`: no command runs beyond it, whatever its own limit."""

@@ -131,6 +131,18 @@ FAULTS: dict[str, Fault] = {
         severity="reboot",
         words="bus",
     ),
+    "smi-lost": Fault(
+        "gpu_smi",
+        "p6-b200",
+        _smi_exits(0, "Unable to determine the device handle for GPU0000:9B:00.0: GPU is lost."),
+        severity="reboot",
+    ),
+    "smi-mismatch": Fault(
+        "gpu_smi",
+        "p6-b200",
+        _smi_exits(18, "Failed to initialize NVML: Driver/library version mismatch"),
+        severity="reboot",
+    ),
     "smi-empty": Fault("gpu_smi", "p6-b200", lambda n: n.tool("nvidia-smi", ""), "warn", words="nothing"),
     "no-gpu-left": Fault(
         "gpu_count", "p6-b200", lambda n: (n.gpus.clear(), n.print_gpus()), severity="reboot", words="0 of 8"
@@ -555,6 +567,18 @@ FAULTS: dict[str, Fault] = {
         "cpu",
         _log("EDAC MC0: 1 UE memory read error on CPU_SrcID#0"),
         severity="replace",
+    ),
+    "machine-check-bank": Fault(
+        "host_machine_check",
+        "cpu",
+        _log("mce: [Hardware Error]: CPU 10: Machine Check: 0 Bank 9: ee2000000040110a"),
+        severity="replace",
+    ),
+    "machine-check-bank-corrected": Fault(
+        "host_machine_check",
+        "cpu",
+        _log("mce: [Hardware Error]: CPU 10: Machine Check: 0 Bank 9: 8c00004000010091"),
+        "warn",
     ),
     "machine-check-corrected": Fault(
         "host_machine_check", "cpu", _log("mce: [Hardware Error]: Machine check events logged"), "warn"
