@@ -226,13 +226,10 @@ def test_a_site_s_file_that_is_broken_keeps_no_job_out(health: Health) -> None:
         health.root("n2", "mv /tmp/health.toml /etc/everstep/")
 
 
-@pytest.mark.parametrize(
-    "words", ["-p nope", "-w n9", "-j 99999", "-w 'n['", "--config /nowhere", "--watch 0"]
-)
-def test_a_question_that_cannot_be_answered_is_one_line_and_exit_code_3(health: Health, words: str) -> None:
-    code, said = health.report(words)
-    assert code == 3
-    assert len(said.splitlines()) == 1
+def test_a_question_that_slurm_cannot_answer_is_one_line_and_exit_code_3(health: Health) -> None:
+    for words in ("-p nope", "-w n9", "-j 99999"):
+        code, said = health.report(words)
+        assert (code, len(said.splitlines())) == (3, 1), said
 
 
 def _has(cluster: Cluster, path: str) -> bool:
