@@ -159,9 +159,11 @@ def _console() -> Console:
 
 
 def _list() -> int:
+    from everstep.healthcheck import plugins, site
     from everstep.healthcheck.show import listed
 
-    known, faults = registry.load()
+    faults = plugins.load(site.load().site)
+    known, _ = registry.load()
     listed(known.values(), _console())
     for fault in faults:
         click.echo(f"everstep: {fault}", err=True)

@@ -12,7 +12,8 @@ from everstep.healthcheck.facts import Limits
 from everstep.healthcheck.history import FileStore, Nowhere
 from everstep.healthcheck.registry import Level
 from everstep.healthcheck.result import Report, Status
-from faults import FAULTS, Fault
+from fault import Fault
+from faults import FAULTS
 from recorded import Node, sound
 
 CHECKS = [
