@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 from everstep.healthcheck import registry
@@ -15,6 +16,9 @@ from everstep.healthcheck.errors import HealthError
 from everstep.healthcheck.examine import Request, examine
 from everstep.healthcheck.registry import Level
 from everstep.healthcheck.result import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @click.command()
@@ -60,7 +64,12 @@ def check(
     faults: tuple[str, ...] = ()
     if root == Path("/"):
         request, faults = _as_the_site_says(request, profile)
-    report = examine(request)
+    # So that what was started is ended when we are.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        report = examine(request)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     report = replace(report, faults=faults + report.faults)
     if as_json:
         for fault in report.faults:
@@ -68,9 +77,8 @@ def check(
         click.echo(report.to_json())
     else:
         from everstep.healthcheck.show import show
-        from rich.console import Console
 
-        show(report, Console(highlight=False), everything=verbose)
+        show(report, _console(), everything=verbose)
     return report.exit_code
 
 
@@ -143,12 +151,20 @@ def idle(words: str | None) -> frozenset[int] | None:
         raise HealthError(f"--idle-gpus wants numbers such as 0,1 or all, and got {words!r}") from None
 
 
-def _list() -> int:
-    from everstep.healthcheck.show import listed
+def _console() -> Console:
     from rich.console import Console
 
-    known, faults = registry.load()
-    listed(known.values(), Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+    # Scripts want a line for each finding, however long.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 300)
+
+
+def _list() -> int:
+    from everstep.healthcheck import plugins, site
+    from everstep.healthcheck.show import listed
+
+    faults = plugins.load(site.load().site)
+    known, _ = registry.load()
+    listed(known.values(), _console())
     for fault in faults:
         click.echo(f"everstep: {fault}", err=True)
     return 0

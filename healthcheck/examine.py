@@ -79,12 +79,10 @@ def examine(
         sleep=sleep,
     )
     facts.history = store.load(boot_id(runner))
-    if not request.names:
-        facts.begin()
-    site = read_folder(runner.path(SITE_FOLDER)) if request.site_profiles is None else request.site_profiles
-    profile = find(request.profile, read_all(ours(), site), facts)
-    chosen = registry.chosen(checks, request.level, request.names, profile.off | request.off)
-    results = _run_all(chosen, facts, profile, end)
+    try:
+        profile, results = _examined(request, checks, facts, end)
+    finally:
+        runner.stop()
     faults += tuple(f"{each.check}: {each.reason}" for each in results if each.reason.startswith(OWN_FAULT))
     if facts.history.added:
         try:
@@ -92,6 +90,18 @@ def examine(
         except OSError as error:
             faults += (f"counters are not remembered for the next run: {error}",)
     return Report(node_name(runner), profile.name, request.level.word, tuple(results), faults)
+
+
+def _examined(
+    request: Request, checks: Mapping[str, Check], facts: Facts, end: float | None
+) -> tuple[Profile, list[Result]]:
+    if not request.names:
+        facts.begin()
+    runner = facts.runner
+    site = read_folder(runner.path(SITE_FOLDER)) if request.site_profiles is None else request.site_profiles
+    profile = find(request.profile, read_all(ours(), site), facts)
+    chosen = registry.chosen(checks, request.level, request.names, profile.off | request.off)
+    return profile, _run_all(chosen, facts, profile, end)
 
 
 def run_check(check: Check, facts: Facts, profile: Profile) -> list[Result]:

@@ -79,8 +79,12 @@ def _matmul(device: str, sizes: Sizes) -> dict[str, Any]:
         nonlocal wrong
         for _ in range(sizes.calls):
             last = a @ b
-        # The same product must come out each time: one that does not is worse than a slow one.
-        wrong = wrong or not torch.equal(first, last)
+        # The same product must come out each time: one that does not is worse than a slow one. cuBLAS gives
+        # it bit for bit, the host's libraries to rounding.
+        same = (
+            torch.allclose(first, last, rtol=1e-3, atol=1e-2) if device == "cpu" else torch.equal(first, last)
+        )
+        wrong = wrong or not same
 
     seconds = _best(work, device)
     return {"value": round(2 * size**3 * sizes.calls / seconds / 1e12, 3), "wrong": wrong}

@@ -32,6 +32,8 @@ class Detect:
     instance_types: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
     """GPUs' product names: words that are in them, or the whole name after `=`."""
+    neuron_types: tuple[str, ...] = ()
+    """What the Neuron driver calls the instance type, for where the firmware does not tell it."""
     order: int = 100
     """Where several fit, the lowest wins."""
 
@@ -173,13 +175,23 @@ def find(wanted: str, profiles: Mapping[str, Profile], facts: Facts) -> Profile:
         return profiles[wanted]
     kind = instance_type(facts)
     # The products may have to be asked of nvidia-smi, which takes its time.
-    return of_instance_type(profiles, kind) or of_products(profiles, products(facts))
+    return (
+        of_instance_type(profiles, kind)
+        or of_neurons(profiles, [each.instance_type for each in facts.neurons])
+        or of_products(profiles, products(facts))
+    )
 
 
 def of_instance_type(profiles: Mapping[str, Profile], kind: str) -> Profile | None:
     """The profile for an instance type; None where there is none. Pure."""
     fitting = (each for each in _in_order(profiles) if kind and kind in each.detect.instance_types)
     return next(fitting, None)
+
+
+def of_neurons(profiles: Mapping[str, Profile], types: Sequence[str]) -> Profile | None:
+    """The profile for what the Neuron driver says on each device; None for instances of one. Pure."""
+    fitting = (each for each in _in_order(profiles) if set(types) & set(each.detect.neuron_types))
+    return next(fitting, None) if len(types) > 1 else None
 
 
 def of_products(profiles: Mapping[str, Profile], names: Sequence[str]) -> Profile:

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,9 @@ class Runner(Protocol):
     def exists(self, name: str) -> bool:
         """Whether there is something of that name."""
 
+    def stop(self) -> None:
+        """End what is still running: nobody waits for it any more."""
+
 
 class System:
     """The node that we run on, or a recorded one."""
@@ -106,11 +110,13 @@ class System:
         deadline: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # tools are run from there
         self._base = "" if self.root == Path("/") else str(self.root)
         self.deadline = deadline
         """By `clock`: no command runs beyond it, whatever its own limit."""
         self._clock = clock
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
 
     @property
     def recorded(self) -> bool:
@@ -158,11 +164,13 @@ class System:
             )
         except OSError as error:
             return Ran(126, err=f"{argv[0]}: {error.strerror}".encode())
+        with self._lock:
+            self._running.add(process)
         out, err, ended = self._collect(process, start + seconds, first_line)
-        if not ended and process.poll() is None:
-            _kill(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE)
+        with self._lock:
+            self._running.discard(process)
         took = self._clock() - start
         if ended == "line" or (ended and process.returncode is not None):
             return Ran(0 if ended == "line" else process.returncode, out, err, took)
@@ -255,6 +263,11 @@ class System:
             return os.path.basename(os.readlink(self._base + name))
         except OSError:
             return None
+
+    def stop(self) -> None:
+        with self._lock:
+            for process in self._running:
+                _kill(process)
 
     def exists(self, name: str) -> bool:
         return os.path.lexists(self._base + name)

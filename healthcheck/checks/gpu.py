@@ -23,6 +23,7 @@ EXIT_CODES: dict[int, tuple[str, Severity | None]] = {
 }
 """What nvidia-smi's exit codes say [NHC, NVML]; None: work goes on."""
 
+_LOST = (b"GPU is lost", b"Unable to determine the device handle")
 _NOTHING_THERE = (6, 9, 12)
 
 
@@ -52,8 +53,13 @@ def gpu_smi(facts: Facts, profile: Profile) -> Result:
         if severity is None:
             return warn(reason, severity=Severity.MONITOR, value=ran.code, limit=0)
         return critical(reason, severity, value=ran.code, limit=0)
+    if any(words in ran.out + ran.err for words in _LOST):
+        return critical(f"nvidia-smi has lost a GPU: reboot{said}", Severity.REBOOT, value=ran.code, limit=0)
     if ran.code:
-        return warn(f"nvidia-smi ended with exit code {ran.code}{said}", value=ran.code, limit=0)
+        reason = f"nvidia-smi ended with exit code {ran.code}{said}"
+        if facts.smi_read.complete:
+            return warn(reason, value=ran.code, limit=0)
+        return critical(f"{reason}: reboot", Severity.REBOOT, value=ran.code, limit=0)
     if not ran.out.strip():
         return warn("nvidia-smi printed nothing")
     read = facts.smi_read
@@ -80,14 +86,21 @@ def gpu_count(facts: Facts, profile: Profile) -> Iterable[Result]:
     if not found and not facts.smi_read.complete:
         yield skip("nvidia-smi's output cannot be read (see gpu_smi)")
         return
-    on_the_bus = len(facts.gpus_on_the_bus)
-    if wanted is None and found < on_the_bus:
+    earlier = [values["count"] for _, values in facts.history.earlier("gpus", facts.now)]
+    facts.history.add("gpus", facts.now, {"count": found})
+    # A box that has no number in its profile has these; the first that is more than were found is told.
+    others = {
+        "on the PCI bus": len(facts.gpus_on_the_bus),
+        "that nvidia-smi counts": facts.smi_read.attached or 0,
+        "that were there before": int(max(earlier, default=0)),
+    }
+    lost = next((where for where, count in others.items() if count > found), None)
+    if wanted is None and lost:
         yield critical(
-            f"the driver has {found} of the {on_the_bus} GPUs on the PCI bus: "
-            "reboot, and replace what does not come back",
+            f"{found} of the {others[lost]} GPUs {lost}: reboot, and replace what does not come back",
             Severity.REBOOT,
             value=found,
-            limit=on_the_bus,
+            limit=others[lost],
         )
     elif wanted is not None and found < wanted:
         yield critical(

@@ -161,9 +161,10 @@ def gpu_clique(facts: Facts, profile: Profile) -> Iterable[Result]:
     """An NVL72's GPUs are all in one clique of one cluster."""
     if not profile.gpu.clique:
         return [skip(f"the profile {profile.name} has no cliques")]
-    cliques = {gpu: clique(gpu) for gpu in facts.gpus}
-    if not any(gpu.text("fabric/state") for gpu in cliques):
-        return [skip("the GPUs tell nothing of a fabric")]
+    told = {gpu: clique(gpu) for gpu in facts.gpus}
+    cliques = {gpu: name for gpu, name in told.items() if name is not None}
+    if not cliques:
+        return [skip("the GPUs tell of no clique")]
     without = [gpu for gpu, name in cliques.items() if not name]
     if without:
         words = "no clique or no cluster UUID: reset the GPU, then look at the rack's switches"
@@ -184,10 +185,12 @@ def gpu_clique(facts: Facts, profile: Profile) -> Iterable[Result]:
     return [ok("one clique", value=usual)]
 
 
-def clique(gpu: Gpu) -> str:
-    """`CLUSTER/CLIQUE`; empty where the GPU is in none."""
+def clique(gpu: Gpu) -> str | None:
+    """`CLUSTER/CLIQUE`; empty where the GPU is in none, None where it does not tell."""
     cluster, number = gpu.text("fabric/clusterUuid"), gpu.number("fabric/cliqueId")
-    return f"{cluster}/{number:.0f}" if cluster not in (None, _NO_CLUSTER) and number else ""
+    if cluster is None or number is None:
+        return None
+    return f"{cluster}/{number:.0f}" if cluster != _NO_CLUSTER and number else ""
 
 
 def across(cliques: Mapping[str, str]) -> dict[str, Result]:

@@ -11,6 +11,7 @@ from everstep.healthcheck.readers.smi import Gpu
 from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, critical, warn
 
+_SEVERAL = 5
 _UNCORRECTABLE = (
     "sram_uncorrectable",
     "sram_uncorrectable_parity",
@@ -187,7 +188,10 @@ def gpu_answers(facts: Facts, profile: Profile) -> Iterable[Result]:
             return [critical(f"{what}: reboot", Severity.REBOOT, gpu.name, value=len(broken), limit=0)]
         if "requires reset" in texts:
             return [critical(f"{what}: reset the GPU", Severity.RESET, gpu.name, value=len(broken), limit=0)]
-        return [warn(what, gpu.name, value=len(broken), limit=0)]
+        # A reading or two may be unknown on a sound GPU; one that answers nothing is not.
+        if "err!" in texts or len(broken) >= _SEVERAL:
+            return [warn(what, gpu.name, value=len(broken), limit=0)]
+        return []
 
     return each(facts.gpus, judge, sound="all readings answered", unsupported="")
 

@@ -46,6 +46,8 @@ _DAEMONS = (
     "nv-fabricmanage",
     "dbus-daemon",
 )
+_BANK = re.compile(r"\bBank \d+: ([0-9a-f]{16})\b")
+_MCE_UNCORRECTED = 1 << 61  # of a bank's status
 _CORRECTED = re.compile(r"\b[Cc]orrected|\bCE\b|Machine check events logged")
 _UNCORRECTED = re.compile(r"[Uu]ncorrect|\bUE\b|\bfatal\b|panic")
 
@@ -112,20 +114,21 @@ def host_machine_check(facts: Facts, profile: Profile) -> Iterable[Result]:
         if event.key[0] == "uncorrected":
             words = f"uncorrected hardware error: replace: {event.text[:120]}{_when(event)}"
             results.append(critical(words, Severity.REPLACE))
-    corrected = [event for event in events if event.key[0] == "corrected"]
-    if not results:
-        results += [
-            warn(f"corrected hardware error: {e.text[:120]}{_when(e)}", value=e.count) for e in corrected
-        ]
+    others = [event for event in events if event.key[0] == "corrected"] or events
+    if not results and others:
+        last = others[-1]
+        words = f"corrected hardware error: {last.text[:120]}{_when(last)}"
+        results.append(warn(words, value=sum(event.count for event in others)))
     return results or [ok("none")]
 
 
 def _kind(groups: tuple[str, ...]) -> str:
     line, _, edac, mce = groups
     text = f"{line} {edac} {mce}"
-    if _UNCORRECTED.search(text):
+    bank = _BANK.search(text)
+    if _UNCORRECTED.search(text) or (bank and int(bank[1], 16) & _MCE_UNCORRECTED):
         return "uncorrected"
-    return "corrected" if _CORRECTED.search(text) else "detail"
+    return "corrected" if bank or _CORRECTED.search(text) else "detail"
 
 
 @check(

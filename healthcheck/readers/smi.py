@@ -65,12 +65,12 @@ class Gpu:
         return self.text("mig_mode/current_mig") == "Enabled"
 
     def text(self, path: str) -> str | None:
-        """An element's text; None where it is absent, N/A or otherwise unsupported."""
+        """An element's text; None where it is absent, N/A, unsupported, or not answered by the GPU."""
         found = self.element.findtext(path)
         if found is None:
             return None
         found = found.strip()
-        return None if _UNSUPPORTED.match(found) else found
+        return None if _UNSUPPORTED.match(found) or _BROKEN.search(found) else found
 
     def first(self, *paths: str) -> str | None:
         """The first of these that says something: names change from driver to driver."""

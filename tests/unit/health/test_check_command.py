@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import psutil
 import pytest
 from everstep.healthcheck import cli
 from everstep.healthcheck.errors import HealthError
@@ -131,6 +134,20 @@ def test_the_checks_there_are_are_listed_with_source_and_action(capsys: pytest.C
     assert "gpu_row_remap" in out and "nvidia-smi -q -x: remapped_rows" in " ".join(out.split())
     assert cli.main(["check", "--list"]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_a_check_that_is_ended_leaves_no_tool_behind(tmp_path: Path) -> None:
+    node = sound("h100", tmp_path / "n")
+    node.script("nvidia-smi", 'echo $$ > "$HERE/pid.new"; mv "$HERE/pid.new" "$HERE/pid"; sleep 1000')
+    words = ["-m", "everstep.launcher.cli", "health", "check", "--root", str(node.root), "--check", "gpu_smi"]
+    ran = subprocess.Popen([sys.executable, *words], env={**os.environ, "XDG_STATE_HOME": str(tmp_path)})
+    while not (node.root / "pid").exists():
+        assert ran.poll() is None
+        time.sleep(0.02)
+    tool = psutil.Process(int(node.read("/pid")))
+    ran.terminate()
+    assert ran.wait(30) == 128 + 15
+    tool.wait(30)
 
 
 def test_the_nodes_of_a_segment_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
 from everstep.healthcheck import registry
 from everstep.healthcheck.checks.gpu_links import across
@@ -113,6 +115,16 @@ def test_a_check_that_never_ends_is_named_and_holds_nothing_up(tmp_path: Path) -
         ("site_quick", Status.OK),
     ]
     assert "did not end" in report.results[0].reason
+
+
+def test_no_tool_outlives_the_run(tmp_path: Path) -> None:
+    node = sound("h100", tmp_path)
+    for tool in ("nvidia-smi", "dmesg", "stat", "dcgmi"):
+        node.script(tool, 'echo $$ >> "$HERE/pids"; sleep 1000')
+    run(tmp_path, total_s=1.0, level=Level.FULL)
+    for pid in node.read("/pids").split():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert psutil.Process(int(pid)).wait(5) is not None
 
 
 def test_an_unknown_check_is_answered_with_what_is_close(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from everstep.healthcheck.facts import Limits
 from everstep.healthcheck.history import FileStore, Nowhere
 from everstep.healthcheck.registry import Level
 from everstep.healthcheck.result import Report, Status
-from faults import FAULTS, Fault
+from fault import Fault
+from faults import FAULTS
 from recorded import Node, sound
 
 CHECKS = [
@@ -87,3 +88,12 @@ def test_what_hangs_is_told_once(tmp_path: Path) -> None:
     assert [each.check for each in report.findings] == ["gpu_smi"]
     silent = [each for each in report.results if "see gpu_smi" in each.reason]
     assert len(silent) > 10 and {each.status for each in silent} == {Status.SKIP}
+
+
+def test_every_check_is_in_the_documentation() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "health-checks.md").read_text()
+    checks = registry.load(sites=False)[0]
+    for name in CHECKS:
+        each = checks[name]
+        words = (f"`{name}`", each.level.word, each.title.rstrip("."), each.source, each.action)
+        assert f"| {' | '.join(words)} |" in text, name

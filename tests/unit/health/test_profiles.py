@@ -9,7 +9,7 @@ import pytest
 from everstep.healthcheck import profile as profiles
 from everstep.healthcheck.errors import HealthError
 from everstep.healthcheck.examine import Request, examine
-from everstep.healthcheck.history import Nowhere
+from everstep.healthcheck.history import FileStore, Nowhere
 from everstep.healthcheck.profile import Profile, of_instance_type, of_products, read_all
 from recorded import KINDS, sound
 
@@ -104,6 +104,46 @@ def test_a_gpu_that_the_driver_has_lost_is_missed_on_a_plain_box_too(tmp_path: P
             node.write(f"{folder}/{name}", f"{text}\n")
     report = examine(Request(root=tmp_path, names=("gpu_count",), site_checks=False), store=Nowhere())
     assert [(each.status.word, each.value, each.limit) for each in report.results] == [("critical", 8, 9)]
+
+
+def test_a_gpu_that_nvidia_smi_counts_and_does_not_show_is_missed(tmp_path: Path) -> None:
+    node = sound("h100", tmp_path)
+    node.write(
+        "/recorded/smi.xml", node.read("/recorded/smi.xml").replace("<attached_gpus>8", "<attached_gpus>9")
+    )
+    report = examine(Request(root=tmp_path, names=("gpu_count",), site_checks=False), store=Nowhere())
+    assert [(each.status.word, each.value, each.limit) for each in report.results] == [("critical", 8, 9)]
+
+
+def test_a_gpu_that_was_there_before_is_missed(tmp_path: Path) -> None:
+    node = sound("h100", tmp_path / "n")
+    store = FileStore(tmp_path / "s" / "f.json")
+    request = Request(root=node.root, names=("gpu_count",), site_checks=False)
+    assert examine(request, store=store, now=1000.0).findings == ()
+    del node.gpus[2]
+    node.print_gpus()
+    (found,) = examine(request, store=store, now=1060.0).findings
+    assert (found.value, found.limit) == (7, 8)
+
+
+@pytest.mark.parametrize("name", ["trn1", "trn1n", "trn2"])
+def test_a_trainium_node_is_known_by_its_driver_too(name: str, tmp_path: Path) -> None:
+    node = sound(name, tmp_path)
+    node.remove("/sys/devices/virtual/dmi")
+    for index in range(16):
+        folder = f"/sys/devices/virtual/neuron_device/neuron{index}/info/architecture"
+        node.write(f"{folder}/instance_type", name.capitalize())
+    report = examine(Request(root=tmp_path, names=("neuron_count",), site_checks=False), store=Nowhere())
+    assert (report.profile, report.findings) == (name, ())
+
+
+def test_a_small_trainium_instance_is_not_taken_for_the_large_one(tmp_path: Path) -> None:
+    node = sound("trn1", tmp_path)
+    node.remove("/sys/devices/virtual/dmi")
+    for index in range(1, 16):
+        node.remove(f"/sys/devices/virtual/neuron_device/neuron{index}")
+    report = examine(Request(root=tmp_path, names=("neuron_count",), site_checks=False), store=Nowhere())
+    assert (report.profile, report.findings) == ("cpu", ())
 
 
 # Extended by a site

@@ -34,6 +34,12 @@ def test_a_recorded_node_has_only_the_files_in_its_folder(node: Node) -> None:
     assert runner.names("/sys/class") == []
 
 
+def test_a_recorded_node_may_be_named_from_where_we_are(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.tool("dmesg", "recorded\n")
+    monkeypatch.chdir(node.root.parent)
+    assert System(node.root.name).run(["dmesg"], 5).out == b"recorded\n"
+
+
 def test_a_file_that_cannot_be_executed_is_no_tool(node: Node) -> None:
     node.write("/usr/bin/dmesg", "text")
     assert System(node.root).run(["dmesg"], 5).missing
