@@ -79,10 +79,11 @@ class Agent:
         self._socket = self._connect()
         if self._post.joiner:
             self._send_output_on()
-        unfit = await fitness.examine(self._say_here) if self._post.examined else ""
+        level = self._post.health
+        unfit = await fitness.examine(level, self._say_here) if level != "off" else ""
         await self._send(introduction(self._post, unfit))
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        if self._post.examined:
+        if level != "off":
             tasks.append(asyncio.create_task(fitness.watch(unfit, self._send)))
         code = await self._over
         tasks[0].cancel()

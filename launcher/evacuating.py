@@ -10,7 +10,7 @@ from __future__ import annotations
 from everstep.launcher import messages as m
 from everstep.launcher import placing
 from everstep.launcher.climbing import Climbing
-from everstep.launcher.roster import Node, Recruit, Worker
+from everstep.launcher.roster import Node, Recruit, Timer, Worker
 
 
 class Evacuating(Climbing):
@@ -34,7 +34,7 @@ class Evacuating(Climbing):
                 self._evacuate(node)
 
     def _evacuate(self, node: Node) -> None:
-        movable = self.phase == "running" and self.stepped and self.ending is None
+        movable = self.phase == "running" and self.stepped and self.ending is None and not self.moving
         holders = [w for w in self.roster.holders() if w.node == node.name and w.alive]
         if not movable or not holders or any(w.left is not None for w in holders):
             return
@@ -45,7 +45,26 @@ class Evacuating(Climbing):
             self._warn(node, f"{what}, and no standby elsewhere is ready: the run stays there until one is")
             self._ask_for_one_more(what)
         else:
+            self.moving = node.name
+            ranks = placing.names(sorted(w.rank for w in holders))
+            self._say(f"{what}: {ranks} will be moved after the step under way")
+            self._tell(self.roster.holders(), m.Hold(self.generation))
+            self._out.append(Timer("move", self.config.grace, self.generation))
+
+    def _all_hold(self) -> None:
+        """Everybody stands between two steps, or the time for it is up: now."""
+        node = self.nodes[self.moving]
+        self.moving = ""
+        if any(w.through or w.left is not None for w in self.roster.holders()):
+            return  # the run is about to finish
+        holders = [w for w in self.roster.holders() if w.node == node.name and w.alive]
+        what = f"node {node.name} is not fit for work ({node.unfit})"
+        if holders and node.unfit and placing.takers(node, self.roster) >= len(holders):
             self._leave_node(what, holders)
+        else:  # it has changed since, and the ranks that hold have to be let go again
+            self._failed(
+                self._failure(self.roster.holders()[0], "outside", f"{what}, or was", "unfit node", 75)
+            )
 
     def _leave_node(self, what: str, holders: list[Worker]) -> None:
         ranks = tuple(sorted(w.rank for w in holders))

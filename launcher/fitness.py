@@ -8,9 +8,9 @@ from everstep.healthcheck import api
 from everstep.launcher import messages as m
 
 
-async def examine(say: Callable[[str], None]) -> str:
+async def examine(level: str, say: Callable[[str], None]) -> str:
     """Why this node is not fit for work; empty where it is."""
-    verdict = await api.examine()
+    verdict = await api.examine(level)
     for fault in verdict.faults:
         say(f"health checks: {fault}")
     return "" if verdict.fit else verdict.reason

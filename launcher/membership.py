@@ -383,6 +383,7 @@ class Membership(Evacuating, Ending):
 
     def _failed(self, failure: Failure) -> None:
         """Somebody is lost, or cannot go on: the next generation, a new start, or the end."""
+        self.moving = ""
         if self.phase == "winding":
             self._lost_while_winding()
             return

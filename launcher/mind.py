@@ -36,6 +36,7 @@ class Mind:
     ending: End | None = None  # how the run is to end, once its state is saved
     checkpoints: bool = False  # the script has them configured
     saver: str = ""  # the worker that saves it
+    moving: str = ""  # the unfit node whose ranks are to move as soon as the step under way is over
     asking: bool = False  # a replacement node may come
     refused: list[str] = field(default_factory=list)  # why none came, since the last committed step
     roster: Roster = field(init=False)
@@ -121,6 +122,10 @@ class Mind:
 
     def _failed(self, failure: Failure) -> None:
         """Somebody is lost, or cannot go on."""
+        raise NotImplementedError
+
+    def _all_hold(self) -> None:
+        """Everybody stands between two steps, because a node is to be left."""
         raise NotImplementedError
 
     def _climb(self, ranks: Sequence[int]) -> None:

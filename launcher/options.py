@@ -15,7 +15,7 @@ from everstep.launcher.ladder import parse_policy
 from everstep.recovery.errors import UsageError
 
 Resume = Literal["auto", "none"]
-Health = Literal["auto", "on", "off"]
+Health = Literal["auto", "off", "light", "full"]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ORDERS_VARIABLE = "EVERSTEP_AGENT"
@@ -59,7 +59,7 @@ class RunOptions:
     grace: float = 10.0
     """Seconds that the step under way is given to finish when the run is told to stop."""
     health: Health = "auto"
-    """Whether agents run the light health checks before and while the run is under way; auto: under Slurm."""
+    """The level of health checks before the run (light ones follow). auto: light under Slurm, else off."""
     run_dir: Path | None = None
     """Shared directory for what outlives an attempt: its history and events. None: the default one."""
 
@@ -166,11 +166,11 @@ _SHARED = (
     ),
     click.option(
         "--health",
-        type=click.Choice(["auto", "on", "off"]),
+        type=click.Choice(["auto", "off", "light", "full"]),
         default="auto",
         show_default=True,
-        help="Light health checks of each node, before the run and while it is under way: work is moved off "
-        "a node that is not fit for it. auto: under Slurm.",
+        help="Health checks of each node: of this level before the run, light ones every 30 s while it is "
+        "under way. Work is moved off a node that is not fit for it. auto: light under Slurm, else off.",
     ),
     click.option(
         "--run-dir",

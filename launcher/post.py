@@ -45,10 +45,10 @@ class Post:
     folder: Path | None = None
 
     @property
-    def examined(self) -> bool:
-        """Does this agent run the health checks?"""
+    def health(self) -> str:
+        """The level of its health checks before the run: off, light or full."""
         asked = self.options.health
-        return asked == "on" or (asked == "auto" and self.deaf)
+        return ("light" if self.deaf else "off") if asked == "auto" else asked
 
 
 def introduction(post: Post, unfit: str) -> m.AgentHello:

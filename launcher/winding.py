@@ -52,9 +52,13 @@ class Winding(Mind):
             self._wind()
 
     def _time_up(self, timer: TimeUp) -> None:
-        if self.ending is None or timer.generation != self.generation:
+        if timer.generation != self.generation:
             return
-        if timer.name == "hold" and self.phase == "running":
+        if timer.name == "move" and self.phase == "running" and self.moving and self.ending is None:
+            self._all_hold()
+        elif self.ending is None:
+            return
+        elif timer.name == "hold" and self.phase == "running":
             self._wind()
         elif timer.name == "ready" and self.phase == "winding" and not self.saver:
             self._save()
@@ -65,8 +69,11 @@ class Winding(Mind):
         worker.held = max(worker.held, held.generation)
         self._count(worker, held.committed)
         everybody = all(w.held == self.generation or not w.alive for w in self.roster.holders())
-        if self.ending is not None and self.phase == "running" and everybody:
-            self._wind()
+        if self.phase == "running" and everybody:
+            if self.ending is not None:
+                self._wind()
+            elif self.moving:
+                self._all_hold()
 
     def _wind(self) -> None:
         """Everybody back to the last committed step: a generation that nobody will go on in."""

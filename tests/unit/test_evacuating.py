@@ -20,13 +20,26 @@ def stepped(play: Play) -> Play:
     return play
 
 
+def held(play: Play) -> list[ms.Action]:
+    """Every rank stands between two steps."""
+    actions: list[ms.Action] = []
+    for worker in play.holders():
+        actions += play.say(worker, m.Held(play.machine.generation, 5))
+    return actions
+
+
 def killed(actions: list[ms.Action]) -> list[str]:
     return [a.message.worker for a in actions if isinstance(a, ms.To) and isinstance(a.message, m.Kill)]
 
 
-def test_the_ranks_of_an_unfit_node_move_to_the_spare_node_at_once() -> None:
+def test_the_ranks_of_an_unfit_node_move_to_the_spare_node_between_two_steps() -> None:
     play = stepped(Play(2, 2, spare=1, devices=8).begin())
     actions = play.tell("n2", SICK)
+    assert said(actions) == [
+        "node n2 is not fit for work (xid gpu3 reset: Xid 95): ranks 2, 3 will be moved after the step under way"
+    ]
+    assert len(told(actions, m.Hold)) == 4
+    actions = held(play)
     assert said(actions) == [
         "node n2 is not fit for work (xid gpu3 reset: Xid 95); it held ranks 2, 3; standbys on n3 take them; "
         "generation 2, world 4"
@@ -51,9 +64,26 @@ def test_in_a_job_slurm_is_asked_for_another_node_and_the_ranks_move_when_it_is_
     (recruit,) = [a for a in play.tell("n2", SICK) if isinstance(a, ms.Recruit)]
     assert recruit.exclude == ("n2",)
     play.tell("r1", m.AgentHello("r1", 77, "h", True, [1], VERSIONS, 8, joiner=True))
-    actions = play.say("r1/0", m.Hello(VERSIONS))
+    play.say("r1/0", m.Hello(VERSIONS))
+    actions = held(play)
     assert killed(actions) == ["n2/0"]
     assert "standby on r1 takes it" in said(actions)[0]
+
+
+def test_a_step_that_does_not_end_is_not_waited_for() -> None:
+    play = stepped(Play(2, 1, spare=1, devices=8).begin())
+    play.tell("n2", SICK)
+    actions = play.machine.notice(ms.TimeUp("move", 1))
+    assert killed(actions) == ["n2/0"]
+
+
+def test_a_node_that_recovers_meanwhile_keeps_its_ranks_and_all_go_on() -> None:
+    play = stepped(Play(2, 1, spare=1, devices=8).begin())
+    play.tell("n2", SICK)
+    play.tell("n2", m.Health(""))
+    actions = held(play)
+    assert killed(actions) == []
+    assert [w for w, _ in told(actions, m.Abort)] == ["n1/0", "n2/0"], "they hold, and have to be let go"
 
 
 def test_the_only_node_that_holds_the_state_is_not_given_up() -> None:
