@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     "--profile", metavar="NAME", help="What the node should be, such as p5, or auto.  [default: auto]"
 )
 @click.option("--root", type=click.Path(path_type=Path), default=Path("/"), help="Examine a recorded node.")
+@click.option("--config", metavar="FILE", help="The site's file; only if it is named, with --root too.")
 @click.option("--idle-gpus", metavar="LIST", help="GPUs on which nothing may run now: 0,1 or all.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show passes and skips too.")
@@ -45,6 +46,7 @@ def check(
     off: tuple[str, ...],
     profile: str | None,
     root: Path,
+    config: str | None,
     idle_gpus: str | None,
     as_json: bool,
     verbose: bool,
@@ -62,8 +64,8 @@ def check(
         idle_gpus=idle(idle_gpus),
     )
     faults: tuple[str, ...] = ()
-    if root == Path("/"):
-        request, faults = _as_the_site_says(request, profile)
+    if root == Path("/") or config is not None:
+        request, faults = _as_the_site_says(request, profile, config)
     # So that what was started is ended when we are.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -82,11 +84,13 @@ def check(
     return report.exit_code
 
 
-def _as_the_site_says(request: Request, profile: str | None) -> tuple[Request, tuple[str, ...]]:
-    """With the site's checks, profiles and switches, for the node that we are on."""
+def _as_the_site_says(
+    request: Request, profile: str | None, config: str | None
+) -> tuple[Request, tuple[str, ...]]:
+    """With the site's checks, profiles and switches."""
     from everstep.healthcheck import plugins, site
 
-    settings = site.load().site
+    settings = site.load(config).site
     faults = plugins.load(settings)
     return (
         replace(

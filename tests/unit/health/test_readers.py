@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from everstep.healthcheck import profile as profiles
+from everstep.healthcheck import registry
 from everstep.healthcheck.checks.gpu_memory import uncorrectable
-from everstep.healthcheck.examine import Request, examine
+from everstep.healthcheck.examine import OWN_FAULT, Request, examine, run_check
+from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.history import Nowhere
 from everstep.healthcheck.readers import dcgm, links, neuron, proc, smi
+from everstep.healthcheck.registry import Level
 from everstep.healthcheck.result import Status
+from everstep.healthcheck.runner import Ran, System
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import TEMPLATES, sound
@@ -133,6 +139,55 @@ def test_mig_keeps_dcgm_away(tmp_path: Path) -> None:
     node.set_gpu(0, "mig_mode/current_mig", "Enabled")
     report = examine(Request(root=tmp_path, names=("dcgm_r1",), site_checks=False), store=Nowhere())
     assert report.status is Status.SKIP and "MIG" in report.results[0].reason
+
+
+class OnlySmi(System):
+    """A node of which nothing is known but what nvidia-smi prints."""
+
+    def __init__(self, root: Path, output: bytes) -> None:
+        super().__init__(root)
+        self.output = output
+
+    def run(self, argv: Sequence[str], seconds: float, *, first_line: bool = False) -> Ran:
+        return Ran(0, self.output) if list(argv) == ["nvidia-smi", "-q", "-x"] else Ran(None, missing=True)
+
+
+def leaves(element: ET.Element, path: str = "") -> Iterator[str]:
+    for each in element:
+        below = f"{path}/{each.tag}".lstrip("/")
+        if len(each):
+            yield from leaves(each, below)
+        else:
+            yield below
+
+
+@pytest.mark.parametrize("text", ["N/A", "[Not Supported]", "Unknown Error", None])
+def test_no_element_is_missed_so_much_that_it_raises_an_alarm(text: str | None, tmp_path: Path) -> None:
+    checks = [
+        each
+        for each in registry.load(sites=False)[0].values()
+        if "nvidia-smi -q -x" in each.source and each.name != "gpu_count"  # here is one of four
+    ]
+    profile = profiles.read_all(profiles.ours())["gb200-nvl72"]
+    whole = ET.fromstring(GPU)  # noqa: S314  (our own file)
+    for path in leaves(whole):
+        gpu = copy.deepcopy(whole)
+        fabric = gpu.find("fabric")
+        assert fabric is not None
+        for tag, value in (("cliqueId", "2"), ("clusterUuid", "00000001-0000-0000-0000-000000000001")):
+            next(fabric.iter(tag)).text = value
+        above = gpu.find(path.rpartition("/")[0]) if "/" in path else gpu
+        element = gpu.find(path)
+        assert above is not None and element is not None
+        if text is None:
+            above.remove(element)
+        else:
+            element.text = text
+        output = document(ET.tostring(gpu, encoding="unicode"))
+        facts = Facts(OnlySmi(tmp_path, output), Level.LIGHT)
+        for each in checks:
+            for result in run_check(each, facts, profile):
+                assert result.status < Status.WARN and OWN_FAULT not in result.reason, (path, result)
 
 
 # NVLink

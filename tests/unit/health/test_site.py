@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep.healthcheck import plugins, registry, site, trust
+from everstep.healthcheck import cli, plugins, registry, site, trust
 from everstep.healthcheck.errors import HealthError
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.policy import Mode
@@ -269,6 +270,22 @@ def test_the_check_in_the_documentation_works(tmp_path: Path, register: dict[str
     (root / "usr/bin/lmstat").write_text("#!/bin/sh\nexit 0\n")
     (root / "usr/bin/lmstat").chmod(0o755)
     assert status() is Status.OK
+
+
+def test_a_site_s_check_is_tried_on_a_recorded_node(
+    tmp_path: Path,
+    register: dict[str, Check],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: NOT_ROOT)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "license_by_hand.py").write_text(CHECK.format(name="license_three"))
+    (tmp_path / "health.toml").write_text(f"plugins = ['{tmp_path}/license_by_hand.py']\n")
+    (tmp_path / "root").mkdir()
+    words = ["check", "--config", f"{tmp_path}/health.toml", "--root", f"{tmp_path}/root"]
+    assert cli.main([*words, "--check", "license_three", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["results"][0]["device"] == "/etc/license"
 
 
 @pytest.mark.parametrize("text", ["import nothing_like_it\n", "def broken(:\n", "raise ValueError('no')\n"])
