@@ -84,7 +84,9 @@ class Agent:
         await self._send(introduction(self._post, unfit))
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         if level != "off":
-            tasks.append(asyncio.create_task(fitness.watch(unfit, self._send)))
+            tasks.append(
+                asyncio.create_task(fitness.watch(unfit, self._post.options.health_every, self._send))
+            )
         code = await self._over
         tasks[0].cancel()
         await self._stop_workers()

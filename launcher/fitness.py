@@ -16,9 +16,9 @@ async def examine(level: str, say: Callable[[str], None]) -> str:
     return "" if verdict.fit else verdict.reason
 
 
-async def watch(unfit: str, tell: Callable[[m.Health], Awaitable[None]]) -> None:
-    """Tell whenever that changes, until cancelled."""
-    async for verdict in api.watch():
+async def watch(unfit: str, every: float, tell: Callable[[m.Health], Awaitable[None]]) -> None:
+    """Look every so many seconds, and tell whenever that changes, until cancelled."""
+    async for verdict in api.watch(every):
         now = "" if verdict.fit else verdict.reason
         if now != unfit and not verdict.faults:
             unfit = now

@@ -60,6 +60,8 @@ class RunOptions:
     """Seconds that the step under way is given to finish when the run is told to stop."""
     health: Health = "auto"
     """The level of health checks before the run (light ones follow). auto: light under Slurm, else off."""
+    health_every: float = 30.0
+    """Seconds between two light health checks while the run is under way."""
     run_dir: Path | None = None
     """Shared directory for what outlives an attempt: its history and events. None: the default one."""
 
@@ -171,6 +173,14 @@ _SHARED = (
         show_default=True,
         help="Health checks of each node: of this level before the run, light ones every 30 s while it is "
         "under way. Work is moved off a node that is not fit for it. auto: light under Slurm, else off.",
+    ),
+    click.option(
+        "--health-every",
+        type=click.FloatRange(min=1),
+        default=30.0,
+        metavar="SECONDS",
+        hidden=True,
+        help="Seconds between two light health checks while the run is under way.",
     ),
     click.option(
         "--run-dir",
