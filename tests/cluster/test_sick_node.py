@@ -36,7 +36,7 @@ def recorded(cluster: Cluster) -> Iterator[Cluster]:
 
 def srun_line(folder: str) -> str:
     return (
-        f"cd {folder} && exec everstep srun -N4 -c2 --spare-nodes 1 --standby 0 --health light --health-every 2 "
+        f"cd {folder} && exec everstep srun -N4 -c2 --spare-nodes 1 --standby 0 --health-every 2 "
         f"--events {folder}/events.jsonl torchrun --nproc-per-node 1 train.py --steps {STEPS} --pace 0.2"
     )
 
