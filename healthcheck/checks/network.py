@@ -6,28 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
-from everstep.healthcheck.readers.ports import Port
+from everstep.healthcheck.readers.ports import EFA_FAULTS, INFINIBAND_FAULTS, Port
 from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, critical, ok, skip, warn
-
-EFA_FAULTS = (
-    "rx_drops",
-    "rdma_read_wr_err",
-    "rdma_write_wr_err",
-    "retrans_timeout_events",
-    "impaired_remote_conn_events",
-    "unresponsive_remote_events",
-)
-"""EFA's counters that mean faults; a driver may lack some."""
-
-INFINIBAND_FAULTS: Mapping[str, float] = {
-    "link_downed": 0,
-    "link_error_recovery": 10,
-    "local_link_integrity_errors": 100,
-    "port_rcv_errors": 100,
-    "symbol_error": 1000,
-}
-"""How much each of InfiniBand's counters may grow in an hour."""
 
 _FLAPS = 3
 MODULES = ("efa", "ib_uverbs", "ib_core")

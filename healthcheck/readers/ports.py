@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.healthcheck.runner import Runner
 
 TREE = "/sys/class/infiniband"
 _AMAZON = "0x1d0f"
+
+EFA_FAULTS = (
+    "rx_drops",
+    "rdma_read_wr_err",
+    "rdma_write_wr_err",
+    "retrans_timeout_events",
+    "impaired_remote_conn_events",
+    "unresponsive_remote_events",
+)
+"""EFA's counters that mean faults; a driver may lack some."""
+
+INFINIBAND_FAULTS: Mapping[str, float] = {
+    "link_downed": 0,
+    "link_error_recovery": 10,
+    "local_link_integrity_errors": 100,
+    "port_rcv_errors": 100,
+    "symbol_error": 1000,
+}
+"""How much each of InfiniBand's counters may grow in an hour."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +81,19 @@ def ports(runner: Runner) -> list[Port]:
 
 def _port(runner: Runner, folder: str, device: str, port: int) -> Port:
     base = f"{folder}/ports/{port}"
-    counters = {}
-    for kind in ("counters", "hw_counters"):
-        for name in runner.names(f"{base}/{kind}"):
-            text = _text(runner, f"{base}/{kind}/{name}")
-            if text.isdigit():
-                counters[name] = int(text)
     layer = _text(runner, f"{base}/link_layer")
     efa = _is_efa(runner, folder, device, layer)
+    # Those that are judged alone: some cards ask their firmware for each.
+    names = (
+        [f"hw_counters/{name}" for name in EFA_FAULTS]
+        if efa
+        else [f"counters/{n}" for n in INFINIBAND_FAULTS]
+    )
+    counters = {}
+    for name in names:
+        text = _text(runner, f"{base}/{name}")
+        if text.isdigit():
+            counters[name.partition("/")[2]] = int(text)
     return Port(
         device,
         port,
