@@ -87,6 +87,11 @@ class Submitted:
             raise AssertionError(f"{error}; it said:\n{self.output}") from None
         return self.record()["job_state"]
 
+    def digests(self) -> set[str]:
+        """What its ranks say at the end."""
+        self.wait_for("digest [0-9a-f]{64}", timeout=10)
+        return digests(self.output)
+
 
 def digests(output: str) -> set[str]:
     return set(re.findall(r"digest ([0-9a-f]{64})", output))
@@ -128,7 +133,7 @@ def test_ddp_loses_a_worker_and_a_node_and_no_step(cluster: Cluster, folder: str
     cluster.kill_node(nodes[1])
     job.wait_for("generation 3 goes on")
     assert job.end() == ["COMPLETED"], job.output
-    assert digests(job.output) == calm(cluster, folder, "train.py")
+    assert job.digests() == calm(cluster, folder, "train.py")
 
 
 def test_ddp_goes_back_into_the_queue_and_on_from_its_checkpoint_when_no_node_is_left(
@@ -140,7 +145,7 @@ def test_ddp_goes_back_into_the_queue_and_on_from_its_checkpoint_when_no_node_is
     job.wait_for_file("saved/*")
     cluster.kill_node(job.nodes()[1])
     assert job.end() == ["COMPLETED"], job.output
-    assert digests(job.output) == calm(cluster, folder, "train.py")
+    assert job.digests() == calm(cluster, folder, "train.py")
 
 
 def has_plugin(cluster: Cluster) -> bool:
@@ -160,7 +165,7 @@ def test_auto_resume_loses_a_worker_and_a_node_and_no_step(cluster: Cluster, fol
     cluster.kill_node(nodes[1])
     job.wait_for("generation 3 goes on")
     assert job.end() == ["COMPLETED"], job.output
-    assert digests(job.output) == calm(cluster, folder, "train.py")
+    assert job.digests() == calm(cluster, folder, "train.py")
 
 
 def test_auto_resume_says_what_to_use_where_the_plugin_or_pyxis_is_missing(
@@ -170,9 +175,9 @@ def test_auto_resume_says_what_to_use_where_the_plugin_or_pyxis_is_missing(
     job = Submitted(cluster, folder, "auto-resume", line, "")
     assert job.end() == ["FAILED"]
     if has_plugin(cluster):
-        assert "srun has no --container-image here (Pyxis is not installed)" in job.output
+        job.wait_for(r"srun has no --container-image here \(Pyxis is not installed\)", timeout=10)
     else:
-        assert "submit ddp instead" in job.output
+        job.wait_for("submit ddp instead", timeout=10)
 
 
 # --- all workers start again ----------------------------------------------------------------------
@@ -190,7 +195,7 @@ def test_whole_group_restart_needs_no_line_in_the_script(cluster: Cluster, folde
     job.wait_for(r"begins at step [1-9]\d*", times=2)
     assert job.end() == ["COMPLETED"], job.output
     calm_args = f"--checkpoint {folder}/calm.pt"
-    assert digests(job.output) == calm(cluster, folder, "plain_ddp.py", calm_args)
+    assert job.digests() == calm(cluster, folder, "plain_ddp.py", calm_args)
 
 
 def test_deepspeed_goes_on_from_its_own_newest_checkpoint(cluster: Cluster, folder: str) -> None:
@@ -203,13 +208,13 @@ def test_deepspeed_goes_on_from_its_own_newest_checkpoint(cluster: Cluster, fold
     job.kill_worker(job.nodes()[1], "ds_train.py")
     job.wait_for(r"begins at step [1-9]\d*")
     assert job.end() == ["COMPLETED"], job.output
-    assert "deepspeed is a stand-in here" in job.output
+    job.wait_for("deepspeed is a stand-in here", timeout=10)
     calm_args = f"--checkpoint {folder}/calm --deepspeed_config ds.json"
-    assert digests(job.output) == calm(cluster, folder, "ds_train.py", calm_args)
+    assert job.digests() == calm(cluster, folder, "ds_train.py", calm_args)
 
 
 def test_deepspeed_says_so_where_there_is_none(cluster: Cluster, folder: str) -> None:
     put(cluster, folder, ["ds_train.py"])
     job = Submitted(cluster, folder, "deepspeed", f"{TINY} --set SCRIPT=ds_train.py --set CONFIG=ds.json", "")
     assert job.end() == ["FAILED"]
-    assert "no DeepSpeed for this job's python" in job.output
+    job.wait_for("no DeepSpeed for this job's python", timeout=10)
