@@ -36,7 +36,8 @@ def test_the_ranks_of_an_unfit_node_move_to_the_spare_node_between_two_steps() -
     play = stepped(Play(2, 2, spare=1, devices=8).begin())
     actions = play.tell("n2", SICK)
     assert said(actions) == [
-        "node n2 is not fit for work (xid gpu3 reset: Xid 95): ranks 2, 3 will be moved after the step under way"
+        "node n2 is not fit for work (xid gpu3 reset: Xid 95): ranks 2, 3 will be moved after the step "
+        "under way"
     ]
     assert len(told(actions, m.Hold)) == 4
     actions = held(play)
