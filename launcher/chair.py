@@ -31,7 +31,7 @@ def take_the_chair(post: Post, context: zmq.asyncio.Context, keys: Keys) -> Coor
 
     if post.client is not None and post.terms is not None:
         job = JobSide(post.client, post.here.job_id, post.terms, failed, _say)
-        fruitless = job.begin(post.folder, restart_count())
+        fruitless = job.begin(post.folder, restart_count(), post.options.events)
     config = Config(
         nnodes=post.nnodes,
         nproc=post.spec.nproc_per_node,

@@ -36,6 +36,8 @@ class History(msgspec.Struct, kw_only=True):
     """The attempts of one job, oldest first."""
 
     job: str
+    events: str = ""
+    """Where the run's events are."""
     attempts: list[Attempt] = []
 
     def fruitless(self) -> int:
@@ -102,13 +104,14 @@ def store(folder: Path, history: History) -> None:
 class Chronicle:
     """This attempt's entry in the history, written as it changes."""
 
-    def __init__(self, folder: Path, job: str, restart: int) -> None:
+    def __init__(self, folder: Path, job: str, restart: int, events: Path | None = None) -> None:
         self.folder = folder
         self.history = load(folder, job)
         self.earlier = self.history.in_words() if restart else ""
         self.fruitless = self.history.fruitless() if restart else 0
         if not restart:
             self.history = History(job=job)  # another cluster, or a number that came round again
+        self.history.events = str(events or folder / EVENTS)
         self._own = Attempt(restart=restart, began=time.time())
         self.history.attempts.append(self._own)
         store(folder, self.history)

@@ -71,12 +71,12 @@ class JobSide:
         self._chronicle: history.Chronicle | None = None
         self._blames: list[asyncio.Future[None]] = []
 
-    def begin(self, folder: Path | None, restart: int) -> int:
+    def begin(self, folder: Path | None, restart: int, events: Path | None) -> int:
         """Open the history; how many attempts before this one have brought the run no further."""
         if folder is None:
             return 0
         try:
-            self._chronicle = history.Chronicle(folder, str(self._job_id), restart)
+            self._chronicle = history.Chronicle(folder, str(self._job_id), restart, events)
         except OSError as error:
             why = error.strerror or str(error)
             self._say(

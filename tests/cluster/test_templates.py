@@ -136,9 +136,7 @@ def test_ddp_loses_a_worker_and_a_node_and_no_step(cluster: Cluster, folder: str
     assert job.digests() == calm(cluster, folder, "train.py")
 
 
-def test_ddp_goes_back_into_the_queue_and_on_from_its_checkpoint_when_no_node_is_left(
-    cluster: Cluster, folder: str
-) -> None:
+def test_ddp_loses_a_node_and_has_no_spare_one(cluster: Cluster, folder: str) -> None:
     put(cluster, folder, ["train.py"])
     line = f"{TINY} --set SCRIPT=train.py --set SPARE_NODES=0 --nodes=2"
     job = Submitted(cluster, folder, "ddp", line, f"--steps {STEPS} --checkpoint {folder}/saved")
