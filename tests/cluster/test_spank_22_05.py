@@ -40,7 +40,8 @@ def test_given_to_sbatch_it_reaches_the_sruns_inside(old_cluster: Cluster, folde
     old_cluster.write_shared(
         f"{folder}/job.sbatch",
         f"#!/bin/bash\n#SBATCH -N2 --auto-resume=1 --output={folder}/out.txt --export=NIL\n. /etc/profile\n"
-        "env | grep NO_KILL\nsrun -N1 -n1 /usr/bin/env | grep -c AGENT\nsrun torchrun nothere.py\necho exit $?\n",
+        "env | grep NO_KILL\nsrun -N1 -n1 /usr/bin/env | grep -c AGENT\n"
+        "srun torchrun nothere.py\necho exit $?\n",
     )
     old_cluster.exec("login", f"sbatch --wait {folder}/job.sbatch", cwd=folder)
     output = Follower(old_cluster, folder).output
