@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from slurm_cluster import MACHINES, NODES, Cluster, wait_until
+from slurm_cluster import NODES, Cluster, wait_until
 
+MACHINES = ("controller", "login", *NODES)
 EVERY_S = 15
 SITE = """\
 mode = "drain"
