@@ -77,6 +77,15 @@ def default_folder(environ: Mapping[str, str]) -> Path | None:
     return Path(environ.get("SLURM_SUBMIT_DIR") or Path.cwd(), ".everstep", job) if job else None
 
 
+def make(folder: Path) -> bool:
+    """Make the folder, for its owner alone; whether it can be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
 def load(folder: Path, job: str) -> History:
     """The job's history; an empty one where there is none that can be read."""
     try:
@@ -88,7 +97,7 @@ def load(folder: Path, job: str) -> History:
 
 def store(folder: Path, history: History) -> None:
     """Write it, whole or not at all, for its owner alone. Raises OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make(folder)
     fd, name = tempfile.mkstemp(prefix=".state-", dir=folder)
     try:
         with os.fdopen(fd, "wb") as file:

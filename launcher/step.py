@@ -214,9 +214,10 @@ def with_job(post: Post, orders: own.AgentOrders, text: str, secret: str, hosts:
     client = CliJson()
     here = look(os.environ, client)
     folder = post.options.run_dir or history.default_folder(os.environ)
+    usable = folder if folder is not None and history.make(folder) else None
     options = post.options
-    if options.events is None and folder is not None:
-        options = replace(options, events=folder / history.EVENTS)
+    if options.events is None and usable is not None:
+        options = replace(options, events=usable / history.EVENTS)
     host, port = post.coordinator
     terms = Terms(
         job_id=here.job_id,
@@ -229,7 +230,7 @@ def with_job(post: Post, orders: own.AgentOrders, text: str, secret: str, hosts:
             own.COORDINATOR_VARIABLE: f"{host}:{port}",
         },
         cwd=os.getcwd(),
-        output=folder,
+        output=usable,
         within=options.replace_within,
         own_nodes=tuple(hosts),
     )

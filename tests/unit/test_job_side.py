@@ -146,6 +146,11 @@ class TestHistory:
         assert stat.S_IMODE((tmp_path / "7" / history.STATE).stat().st_mode) == 0o600
         assert stat.S_IMODE((tmp_path / "7").stat().st_mode) == 0o700
 
+    def test_a_folder_that_cannot_be_made_is_no_place_for_events(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        assert not history.make(tmp_path / "file" / "7")
+        assert history.make(tmp_path / "7")
+
     def test_a_file_that_is_torn_is_no_history(self, tmp_path: Path) -> None:
         (tmp_path / history.STATE).write_text('{"job": "7", "attem')
         assert history.load(tmp_path, "7") == History(job="7")
