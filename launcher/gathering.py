@@ -34,6 +34,19 @@ class Gathering(Mind):
                 return False
         return True
 
+    def _same_layout(self, members: list[m.Member]) -> bool:
+        first = members[0]
+        odd = next((x for x in members if x.layout != first.layout and x.rank >= 0), None)
+        if odd is None:
+            return True
+        shapes = [x.layout.rpartition(",")[0] for x in (odd, first)]
+        self._end(
+            64,
+            f"rank {odd.rank}'s model has other shapes than rank {first.rank}'s "
+            f"({shapes[0]} against {shapes[1]}): build the same model on every rank",
+        )
+        return False
+
     def _seat_everyone(self) -> None:
         # Unfit nodes are used where there are no others: a check can be wrong.
         best = sorted(self.roster.alive(), key=lambda n: (bool(n.unfit), n.hello.spare, n.index))

@@ -462,7 +462,7 @@ class Membership(Evacuating, Ending):
         if self.phase not in ("starting", "regrouping") or self.roster.empty():
             return
         present = [*self.roster.holders(), *(w for w in self.roster.donors() if not w.released)]
-        members = [_row(w, w.ready) for w in present if w.ready is not None]
+        members = [w.member(w.ready) for w in present if w.ready is not None]
         if len(members) < len(present) or not self._same_layout(members):
             return
         decision = plan(members, progress=self.progress)
@@ -477,19 +477,6 @@ class Membership(Evacuating, Ending):
         for worker in self.roster.holders():
             worker.committed = decision.committed
         self._tell(present, m.Go(self.generation, members, self.config.token(), self.progress))
-
-    def _same_layout(self, members: list[m.Member]) -> bool:
-        first = members[0]
-        odd = next((x for x in members if x.layout != first.layout and x.rank >= 0), None)
-        if odd is None:
-            return True
-        shapes = [x.layout.rpartition(",")[0] for x in (odd, first)]
-        self._end(
-            64,
-            f"rank {odd.rank}'s model has other shapes than rank {first.rank}'s "
-            f"({shapes[0]} against {shapes[1]}): build the same model on every rank",
-        )
-        return False
 
     def _group_ready(self, worker: Worker, message: m.GroupReady) -> None:
         worker.grouped = max(worker.grouped, message.generation)
@@ -514,8 +501,3 @@ class Membership(Evacuating, Ending):
                 self._say(f"generation {self.generation} goes on: step {step} committed")
             self._top_up(nice=True)
             self._evacuate_all()
-
-
-def _row(w: Worker, r: m.Ready) -> m.Member:
-    held = (r.committed, r.whole, r.fresh, r.host, r.port, r.layout, r.checkpoint, r.fingerprint)
-    return m.Member(w.id, w.rank, *held)

@@ -211,6 +211,11 @@ class Worker:
         ended = self.exit == 0 or (self.left is not None and not self.left.error)
         return ended and not self.through
 
+    def member(self, r: m.Ready) -> m.Member:
+        """Its row in a generation's table."""
+        held = (r.committed, r.whole, r.fresh, r.host, r.port, r.layout, r.checkpoint, r.fingerprint)
+        return m.Member(self.id, self.rank, *held)
+
     @property
     def deserted(self) -> bool:
         """It left early, and it is certain that this was no failure: it will not come back."""
