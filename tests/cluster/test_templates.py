@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+import plugin
 from slurm_cluster import Cluster, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -151,8 +151,11 @@ def has_plugin(cluster: Cluster) -> bool:
 
 
 def test_auto_resume_loses_a_worker_and_a_node_and_no_step(cluster: Cluster, folder: str) -> None:
-    if not has_plugin(cluster):
-        pytest.skip("srun has no --auto-resume: the SPANK plugin is not installed on the cluster")
+    with plugin.installed(cluster):
+        auto_resume_loses_a_worker_and_a_node(cluster, folder)
+
+
+def auto_resume_loses_a_worker_and_a_node(cluster: Cluster, folder: str) -> None:
     put(cluster, folder, ["train.py"])
     args = f"--steps {STEPS} --checkpoint {folder}/saved"
     job = Submitted(cluster, folder, "auto-resume", f"{TINY} --set SCRIPT=train.py", args)
