@@ -24,6 +24,9 @@ MOST_OUTPUT = 16 * 2**20  # bytes of one answer
 AGAIN_S = (1.0, 60.0)
 """How long to wait before a process that ended is started again: at first, and at the most."""
 
+NOT_FOR_A_RUN = frozenset({"host_slurmd", "host_munge"})
+"""Checks of what a run that is under way can do without: Slurm's own services."""
+
 __all__ = ["Verdict", "command", "examine", "light", "verdict", "watch"]
 
 
@@ -61,7 +64,7 @@ def verdict(answer: Answer | Iterable[Result]) -> Verdict:
     """
     if not isinstance(answer, Answer):
         answer = Answer(Report("", "", "", tuple(answer)))
-    found = actionable(_results(answer), Settings(report_only=answer.report_only))
+    found = actionable(_results(answer), Settings(report_only=answer.report_only | NOT_FOR_A_RUN))
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return Verdict(not found, worded(found[0]) + more if found else "", answer.faults)
 

@@ -330,13 +330,19 @@ class Facts:
 
     @property
     def processes(self) -> dict[str, list[int]]:
-        """The processes by their short names (15 letters). Absent where none is shown."""
+        """The processes by their names: the kernel's (15 letters) and the one they were started by.
+
+        Both, since a daemon that executes itself anew (slurmd does, told to reconfigure) changes the first.
+        Absent where none is shown.
+        """
 
         def make() -> dict[str, list[int]]:
             found: dict[str, list[int]] = {}
             for name in self.runner.names("/proc"):
                 if name.isdigit() and (comm := self.text(f"/proc/{name}/comm")):
-                    found.setdefault(comm, []).append(int(name))
+                    started = (self.text(f"/proc/{name}/cmdline") or "").partition("\0")[0].rpartition("/")[2]
+                    for known in {comm, started} - {""}:
+                        found.setdefault(known, []).append(int(name))
             if not found:
                 raise Absent("/proc shows no process")
             return found

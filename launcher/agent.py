@@ -89,6 +89,10 @@ class Agent:
             )
         code = await self._over
         tasks[0].cancel()
+        for task in tasks[2:]:  # the health checks: their process is to end before all that is left is ended
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         await self._stop_workers()
         if self._pipes:
             self._relay.drain(1.0)

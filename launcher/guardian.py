@@ -158,6 +158,9 @@ def _doomed(me: int, spare: set[int], session: int | None) -> set[int]:
         table[int(name)] = (fields[0], int(fields[1]), int(fields[3]))  # state, parent, session
     doomed = {p for p, (state, parent, sid) in table.items() if parent == me and p not in spare}
     if session is not None:
+        # What is of our own session we have started ourselves (a health check): no worker's orphan.
+        own = os.getsid(0)
+        doomed = {p for p in doomed if table[p][2] != own}
         doomed |= {p for p, (state, parent, sid) in table.items() if sid == session}
     grown = True
     while grown:

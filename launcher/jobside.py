@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,6 +70,7 @@ class JobSide:
         self._say = say
         self._recruiter = Recruiter(client, terms, failed, say)
         self._chronicle: history.Chronicle | None = None
+        self._pen = ThreadPoolExecutor(1)  # a file system may take its time, and heartbeats may not wait
         self._blames: list[asyncio.Future[None]] = []
 
     def begin(self, folder: Path | None, restart: int, events: Path | None) -> int:
@@ -125,6 +127,7 @@ class JobSide:
     async def close(self, committed: int, reason: str) -> None:
         """The run is over."""
         self._record(lambda chronicle: chronicle.ended(committed, reason))
+        await asyncio.to_thread(self._pen.shutdown)
         await self._recruiter.close()
         if self._blames:
             await asyncio.wait(self._blames, timeout=5)
@@ -153,6 +156,10 @@ class JobSide:
                 self._say(f"WARNING: nodes {fold(exclude)} could not be excluded: {error}")
 
     def _record(self, write: Callable[[history.Chronicle], None]) -> None:
+        """In the order of the calls, and without waiting for the disk."""
+        self._pen.submit(self._write, write)
+
+    def _write(self, write: Callable[[history.Chronicle], None]) -> None:
         if self._chronicle is None:
             return
         try:

@@ -90,7 +90,8 @@ class Membership(Evacuating, Ending):
         if self.phase != "over":
             known = self.nodes.get(node)
             if isinstance(message, m.AgentHello):
-                if known is None and message.node == node:
+                new = known is None or (message.joiner and not known.alive)
+                if new and message.node == node:
                     self._introduced(message)
             elif known is not None and known.alive:
                 self._dispatch(known, message)

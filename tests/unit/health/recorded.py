@@ -163,6 +163,7 @@ class Node:
     def process(self, pid: int, name: str, limits: str = "") -> None:
         """A process that runs."""
         self.write(f"/proc/{pid}/comm", f"{name}\n")
+        self.write(f"/proc/{pid}/cmdline", f"/usr/sbin/{name}\0-D\0")
         if limits:
             self.write(f"/proc/{pid}/limits", limits)
 

@@ -117,3 +117,9 @@ def test_the_process_ends_when_whoever_started_it_is_gone() -> None:
         return await asyncio.wait_for(process.wait(), 60)
 
     assert asyncio.run(end()) == 0
+
+
+def test_a_run_under_way_can_do_without_slurm_s_own_services() -> None:
+    gone = Result(Status.CRITICAL, "slurmd does not run", Severity.MONITOR, check="host_slurmd")
+    assert api.verdict([gone]).fit
+    assert not api.verdict([gone, BAD]).fit
