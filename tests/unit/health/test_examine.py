@@ -306,3 +306,11 @@ def test_light_checks_are_quick_on_a_node_with_much_to_read(tmp_path: Path) -> N
     assert report.findings == ()
     # Processor time, which others' load does not change; Slurm and the Prolog count in seconds.
     assert time.process_time() - before < 2.5
+
+
+def test_a_daemon_that_has_executed_itself_anew_still_runs(tmp_path: Path) -> None:
+    """slurmd does, told to reconfigure, and then the kernel calls it slurmd-wlm."""
+    node = sound("cpu", tmp_path)
+    node.write("/proc/901/comm", "slurmd-wlm\n")
+    report = examine(Request(root=tmp_path, level=Level.LIGHT, site_checks=False), store=Nowhere())
+    assert [each.status for each in report.results if each.check == "host_slurmd"] == [Status.OK]
