@@ -91,8 +91,7 @@ class Agent:
         tasks[0].cancel()
         for task in tasks[2:]:  # the health checks: their process is to end before all that is left is ended
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.gather(task, return_exceptions=True)  # one that broke down is no reason to stay
         await self._stop_workers()
         if self._pipes:
             self._relay.drain(1.0)

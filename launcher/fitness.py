@@ -10,7 +10,11 @@ from everstep.launcher import messages as m
 
 async def examine(level: str, say: Callable[[str], None]) -> str:
     """Why this node is not fit for work; empty where it is."""
-    verdict = await api.examine(level)
+    try:
+        verdict = await api.examine(level)
+    except OSError as error:  # no process could be started
+        say(f"health checks: {error}")
+        return ""
     for fault in verdict.faults:
         say(f"health checks: {fault}")
     return "" if verdict.fit else verdict.reason
