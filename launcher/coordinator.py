@@ -94,9 +94,9 @@ class Coordinator:
         asked = ms.StopAsked(f"told to stop ({name})", 128 + number, self._job is not None)
         if self._job is None:
             self.notice(asked)
-        elif number == signal.SIGTERM:
+        elif number == signal.SIGTERM and self._asking is None:
             self._asking = asyncio.ensure_future(self._told_by_slurm(self._job, asked))
-        else:  # a warning ahead (--signal), which going back to the queue answers
+        elif number != signal.SIGTERM:  # a warning ahead (--signal), which going back to the queue answers
             self.notice(asked)
 
     async def _told_by_slurm(self, job: JobSide, asked: ms.StopAsked) -> None:
@@ -186,6 +186,8 @@ class Coordinator:
             elif isinstance(action, ms.Timer):
                 up = ms.TimeUp(action.name, action.generation)
                 asyncio.get_running_loop().call_later(action.seconds, self.notice, up)
+            elif isinstance(action, ms.AskWhy):
+                self.asked_to_stop(action.signal)
             elif isinstance(action, ms.Recruit):
                 if self._job is not None:
                     self._job.recruit(action)

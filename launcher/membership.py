@@ -30,6 +30,7 @@ from everstep.launcher.ending import Ending
 from everstep.launcher.evacuating import Evacuating
 from everstep.launcher.roster import (
     Action,
+    AskWhy,
     Blame,
     Config,
     Emit,
@@ -52,6 +53,7 @@ from everstep.recovery.restore import Impossible, plan
 
 __all__ = [
     "Action",
+    "AskWhy",
     "Blame",
     "Config",
     "Emit",

@@ -121,6 +121,13 @@ class Timer:
 
 
 @dataclass(frozen=True)
+class AskWhy:
+    """Most agents were told to stop by this signal: find out why, and say `StopAsked`."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
 class Recruit:
     """Ask Slurm for one more node, after a pause; its agent introduces itself, or `RecruitFailed` comes."""
 
@@ -148,7 +155,7 @@ class End:
     exclude: tuple[str, ...] = ()
 
 
-Action: TypeAlias = To | Emit | Say | Timer | Recruit | Blame | End
+Action: TypeAlias = To | Emit | Say | Timer | AskWhy | Recruit | Blame | End
 
 # --- who is there --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from everstep.launcher import messages as m
 from everstep.launcher import tries
 from everstep.launcher.mind import Mind
-from everstep.launcher.roster import End, Node, StopAsked, Timer, TimeUp, Worker
+from everstep.launcher.roster import AskWhy, End, Node, StopAsked, Timer, TimeUp, Worker
 
 READY_WITHIN = 5.0
 """Seconds for all ranks to say what they hold; those that have not by then are not waited for."""
@@ -29,11 +29,13 @@ class Winding(Mind):
 
     def _told(self, node: Node, signal: int) -> None:
         """An agent was told to stop. If most were, the run is meant; one alone is a node that is lost."""
+        if node.told == signal:
+            return
         node.told = signal
         alive = self.roster.alive()
         if 2 * sum(1 for n in alive if n.told) > len(alive):
-            name = tries.name_of(-signal)
-            self._stop_asked(StopAsked(f"told to stop ({name})", 128 + signal))
+            # Whether the job goes back to the queue is the same question, whoever hears of the signal first.
+            self._out.append(AskWhy(signal))
 
     def _stop_asked(self, asked: StopAsked) -> None:
         if self.ending is not None:

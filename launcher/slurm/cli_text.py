@@ -56,7 +56,7 @@ class CliText:
         """The named nodes, in the order of the names; without names, all of them."""
         if names is not None and not names:
             return ()
-        said = self._show("node", *([] if names is None else [fold(names)]))
+        said = self._show("-d", "node", *([] if names is None else [fold(names)]))
         return in_order(map(read_node, records(said, "NodeName")), names)
 
     def partitions(self) -> tuple[Partition, ...]:
@@ -242,16 +242,20 @@ def read_job(record: Mapping[str, str]) -> Job:
 
 
 def read_node(record: Mapping[str, str]) -> Node:
-    """A node from one line of `scontrol -o show node`."""
+    """A node from one line of `scontrol -o show -d node`."""
+    reason, by, at = _reason(record.get("Reason", ""))
     return Node(
         name=record["NodeName"],
         state=states(record.get("State", "")),
-        reason=_reason(record.get("Reason", "")),
+        reason=reason,
         features=_words(record.get("AvailableFeatures", "")),
         gres=record.get("Gres", ""),
+        gres_used=record.get("GresUsed", ""),
         partitions=_words(record.get("Partitions", "")),
         version=record.get("Version", ""),
         address=record.get("NodeAddr", ""),
+        reason_by=by,
+        reason_at=at,
         comment=record.get("Comment", ""),
         extra=record.get("Extra", ""),
     )
@@ -327,8 +331,11 @@ def _cpus_per_node(record: Mapping[str, str]) -> str:
     return ",".join([str(count)] * len(everywhere))
 
 
-def _reason(word: str) -> str:
-    return re.sub(r"\s*\[[^\]]*\]$", "", word)  # who said so, and when
+def _reason(words: str) -> tuple[str, str, float]:
+    """`fan is loud [root@1796081230]`: why, who said so, and when in unix seconds (0: not known)."""
+    if not (found := re.fullmatch(r"(.*?)\s*\[([^\]@]*)@([^\]]*)\]", words, re.DOTALL)):
+        return words, "", 0.0
+    return found[1], found[2], float(found[3]) if found[3].isdigit() else 0.0
 
 
 def _words(text: str) -> tuple[str, ...]:

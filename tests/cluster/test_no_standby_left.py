@@ -51,9 +51,16 @@ class Batch(Follower):
         shown = self.cluster.exec("login", f"scontrol show job {self.number}").stdout.split()
         return next((word.partition("=")[2] for word in shown if word.startswith(f"{name}=")), "")
 
+    def is_requeued(self) -> None:
+        """It goes back to the queue; where it never does, what it said instead is shown."""
+        deadline = time.monotonic() + 60
+        while (state := self.field("JobState")) != "PENDING":
+            assert time.monotonic() < deadline, f"{state}, not requeued; the job said:\n{self.output}"
+            time.sleep(0.1)
+
     def starts_again(self) -> None:
         """It is requeued, and does not wait the two minutes that Slurm would have it wait."""
-        wait_until(lambda: self.field("JobState") == "PENDING", "it is requeued", 60)
+        self.is_requeued()
 
         def runs() -> bool:
             # Asked for while the old attempt is being cleaned up, the time would be set back once more.
@@ -88,7 +95,7 @@ def test_no_node_is_free_so_the_job_is_requeued_without_the_bad_one_and_goes_on(
     hog = cluster.exec("login", HOG).stdout.strip()
     run = Batch(cluster, job, "--replace-within 3", f"--checkpoint {job}/saved")
     bad = run.lose_rank_1()
-    wait_until(lambda: run.field("JobState") == "PENDING", "the job is requeued", 60)
+    run.is_requeued()
     assert run.field("ExcNodeList") == bad, run.output
     assert rungs(events(cluster, job)) == ["replace", "requeue"]
     assert [line for line in cluster.jobs() if "everstep-" in line] == [], (

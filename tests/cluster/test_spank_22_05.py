@@ -60,7 +60,8 @@ def test_a_command_loses_a_node_and_srun_ends_with_the_run_s_code(old_cluster: C
     run.wait_for("in img on 1", timeout=30)
     old_cluster.kill_node("old-n2")
     assert run.wait(timeout=60) == 75, run.output
-    assert "no node is left for rank 1: requeue the job, or start it with --spare-nodes" in run.output
+    assert "no standby is left for rank 1" in run.output, run.output
+    assert "submit the job again (exit code 75)" in run.output, run.output
     assert old_cluster.jobs() == []
 
 

@@ -194,6 +194,13 @@ def test_a_pending_job_of_22_05() -> None:
     assert (unlimited.time_limit, unlimited.end_time, unlimited.requeue) == (None, None, False)
 
 
+def test_words_and_json_tell_the_same_of_nodes() -> None:
+    told = words_24_11().nodes()
+    assert told == json_24_11().nodes()
+    assert [node.gres_used for node in told] == ["gpu:2", "gpu:2", "gpu:2", "gpu:0"]
+    assert (told[3].reason_by, told[3].reason_at) == ("root", 1796081230)
+
+
 @every_way
 def test_an_unknown_job_is_an_error_of_its_own(client: Client) -> None:
     with pytest.raises(UnknownJob, match=r"99|Invalid job id"):
@@ -206,8 +213,9 @@ def test_an_unknown_job_is_an_error_of_its_own(client: Client) -> None:
 def test_nodes_with_the_reason_of_who_drained_one(client: Client) -> None:
     nodes = client().nodes(["n4", "n1"])
     assert [node.name for node in nodes] == ["n4", "n1"]
-    told = Node("n4", frozenset({"IDLE", "DRAIN"}), "fan is loud", (), "gpu:2", ("main",), "24.11.5")
-    assert replace(nodes[0], address="", gres_used="", reason_by="", reason_at=0) == told
+    told = Node("n4", frozenset({"IDLE", "DRAIN"}), "fan is loud", (), "gpu:2", ("main", "urgent"), "24.11.5")
+    unsaid = {"address": "", "gres_used": "", "reason_by": "", "reason_at": 0}  # by pyslurm
+    assert replace(nodes[0], partitions=told.partitions, **unsaid) == told
     assert not nodes[0].usable
     assert nodes[1].usable
 

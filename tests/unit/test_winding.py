@@ -139,6 +139,8 @@ def test_one_agent_that_is_told_to_stop_is_no_end_of_the_run_but_most_of_them_ar
     play = Stopping(3).begin()
     assert play.tell("n2", m.Told(15)) == []
     actions = play.tell("n3", m.Told(15))
+    assert actions == [ms.AskWhy(15)], "Slurm is asked why, as if the coordinator's own agent had been told"
+    actions = play.notice(TERM)
     assert [w for w, _ in told(actions, m.Hold)] == ["n1/0", "n2/0", "n3/0"]
 
 
