@@ -273,10 +273,19 @@ class Cluster:
 
     # -- what Slurm says -----------------------------------------------------------------------------------
 
+    def _ask(self, *words: str) -> str:
+        """What a command of Slurm's prints. A controller is busy for seconds when a node has just died."""
+        deadline = time.monotonic() + 40
+        while True:
+            done = self.exec("controller", words, user="root", timeout=20, check=False)
+            if done.returncode == 0:
+                return done.stdout
+            if "timed out" not in done.stderr or time.monotonic() > deadline:
+                raise CommandFailed("controller", done)
+
     def node_state(self, name: str) -> set[str]:
         """Slurm's state of a node and its flags, such as {"DOWN", "NOT_RESPONDING"}."""
-        said = self.exec("controller", ["scontrol", "show", "node", name, "--json"], user="root", timeout=20)
-        node = json.loads(said.stdout)["nodes"][0]
+        node = json.loads(self._ask("scontrol", "show", "node", name, "--json"))["nodes"][0]
         if isinstance(node["state"], str):  # 22.05
             return {node["state"].upper(), *node.get("state_flags", [])}
         return set(node["state"])
@@ -289,8 +298,8 @@ class Cluster:
 
     def jobs(self) -> list[str]:
         """One line, "id state name", for each job that is not over (one being cleaned up after is)."""
-        said = self.exec("controller", ["squeue", "--noheader", "--format=%i %T %j"], user="root", timeout=20)
-        return [line for line in said.stdout.splitlines() if " COMPLETING " not in line]
+        said = self._ask("squeue", "--noheader", "--format=%i %T %j")
+        return [line for line in said.splitlines() if " COMPLETING " not in line]
 
     def wait_idle(self, timeout: float = 90) -> None:
         """Wait until every node is idle and the queue is empty."""
@@ -300,9 +309,9 @@ class Cluster:
             raise TimeoutError(f"{error}; it is: {self.describe()}") from None
 
     def _is_idle(self) -> bool:
-        said = self.exec("controller", ["sinfo", "--noheader", "--Node", "--format=%N %T"], user="root")
+        said = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T")
         # A node is listed once for each of its partitions.
-        return set(said.stdout.splitlines()) == {f"{name} idle" for name in self.nodes} and not self.jobs()
+        return set(said.splitlines()) == {f"{name} idle" for name in self.nodes} and not self.jobs()
 
     def describe(self) -> str:
         """Nodes and jobs in a line, for messages."""

@@ -20,7 +20,7 @@ from runs import (
     wait_for_event,
     worker_of,
 )
-from slurm_cluster import Cluster
+from slurm_cluster import Cluster, wait_until
 
 pytestmark = pytest.mark.usefixtures("spank")
 
@@ -70,7 +70,7 @@ def test_a_node_of_a_stock_line_is_replaced_by_the_spare_one(cluster: Cluster, j
     assert run.wait(timeout=120) == 0, run.output
     assert digests(run.output) == {calm_digest(cluster, job, 3)}
     assert [e["kind"] for e in events(cluster, job) if e["event"] == "fault"] == ["node"]
-    assert cluster.jobs() == []
+    wait_until(lambda: cluster.jobs() == [], "no job is left", 30)
 
 
 def test_given_to_sbatch_it_reaches_the_torchrun_inside_and_the_job_outlives_its_node(
