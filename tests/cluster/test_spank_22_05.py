@@ -62,7 +62,8 @@ def test_a_command_loses_a_node_and_srun_ends_with_the_run_s_code(old_cluster: C
     assert run.wait(timeout=60) == 75, run.output
     assert "no standby is left for rank 1" in run.output, run.output
     assert "submit the job again (exit code 75)" in run.output, run.output
-    wait_until(lambda: old_cluster.jobs() == [], "no job is left", 30)  # srun gives it back, Slurm takes its time
+    # srun gives the job back, and Slurm takes its time over it.
+    wait_until(lambda: old_cluster.jobs() == [], "no job is left", 30)
 
 
 def test_a_failed_command_is_started_again_on_all_nodes(old_cluster: Cluster, folder: str) -> None:
