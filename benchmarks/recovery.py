@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind, interleaved")
     parser.add_argument("--kills", type=int, default=2, help="kills in each run")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of undisturbed runs")
+    parser.add_argument("--pairs", type=int, default=13, help="pairs of undisturbed runs")
     parser.add_argument("--steps", type=int, default=60, help="steps of an undisturbed run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
