@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from everstep.launcher.keys import keys_from
 from everstep.launcher.options import ORDERS_VARIABLE, SECRET_VARIABLE
 from everstep.launcher.output import Relay
 from everstep.launcher.post import Post, introduction
+from everstep.launcher.voice import say
 from everstep.recovery import tripwire
 from everstep.recovery.control import DEAF_VARIABLE
 
@@ -123,7 +123,7 @@ class Agent:
         return asyncio.ensure_future(serve_it())
 
     def _say_here(self, text: str) -> None:
-        _say(f"{self._post.node}: {text}")
+        say(f"{self._post.node}: {text}")
 
     def _connect(self) -> zmq.asyncio.Socket:
         sock = self._context.socket(zmq.DEALER)
@@ -172,7 +172,7 @@ class Agent:
                 self._loop.call_later(message.seconds, self._end, 75)
             elif isinstance(message, m.Stop):
                 if message.code and self._post.joiner:
-                    _say(f"{self._post.node}: the run has ended: {message.reason}")
+                    say(f"{self._post.node}: the run has ended: {message.reason}")
                 self._end(message.code)
 
     def _to_workers(self, message: m.ToWorkers) -> None:
@@ -210,12 +210,12 @@ class Agent:
         """Say why this node stops; the exit code."""
         node, (host, port) = self._post.node, self._post.coordinator
         if self._reached and not self._admitted:
-            _say(
+            say(
                 f"error: {node}: the coordinator at {host}:{port} does not accept this agent's secret "
                 "(EVERSTEP_SECRET): start agents through `everstep run` or `everstep srun` (exit code 64)"
             )
             return 64
-        _say(
+        say(
             f"error: {node}: nothing was heard of the coordinator at {host}:{port} for {limit:.0f} s; "
             "this node's workers are stopped: requeue the run (exit code 75)"
         )
@@ -258,7 +258,7 @@ class Agent:
         try:
             worker = workers.start(how, self._relay, label)
         except OSError as error:
-            _say(f"{post.node}: a worker cannot be started: {error}")
+            say(f"{post.node}: a worker cannot be started: {error}")
             self._send_soon(m.WorkerExited(order.worker, 126))
             return
         worker.rank = order.rank
@@ -410,7 +410,7 @@ class Agent:
     def _told_to_stop(self, number: int) -> None:
         if not self._over.done():
             name = signal.Signals(number).name
-            _say(f"{self._post.node}: told to stop ({name})")
+            say(f"{self._post.node}: told to stop ({name})")
             if self._playing is not None:
                 self._playing.stop(128 + number, f"stopped by {name}")
         self._end(128 + number)
@@ -432,7 +432,3 @@ class Agent:
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         end_descendants(set())
-
-
-def _say(text: str) -> None:
-    print(f"everstep: {text}", file=sys.stderr, flush=True)

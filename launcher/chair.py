@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
 
 import zmq
@@ -14,6 +13,7 @@ from everstep.launcher.keys import Keys
 from everstep.launcher.ladder import parse_policy
 from everstep.launcher.membership import Config, RecruitFailed
 from everstep.launcher.post import Post, mentions_everstep, rank_environment
+from everstep.launcher.voice import say
 from everstep.recovery.errors import UsageError
 
 GATHER = 300.0
@@ -30,7 +30,7 @@ def take_the_chair(post: Post, context: zmq.asyncio.Context, keys: Keys) -> Coor
         chair[0].notice(news)
 
     if post.client is not None and post.terms is not None:
-        job = JobSide(post.client, post.here.job_id, post.terms, failed, _say)
+        job = JobSide(post.client, post.here.job_id, post.terms, failed, say)
         fruitless = job.begin(post.folder, restart_count(), post.options.events)
     config = Config(
         nnodes=post.nnodes,
@@ -61,7 +61,3 @@ def take_the_chair(post: Post, context: zmq.asyncio.Context, keys: Keys) -> Coor
             "start the run again, which takes another one"
         ) from error
     return coordinator
-
-
-def _say(text: str) -> None:
-    print(f"everstep: {text}", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from everstep.launcher import membership as ms
 from everstep.launcher import messages as m
 from everstep.launcher.jobside import JobSide
 from everstep.launcher.keys import Admission, Keys
+from everstep.launcher.voice import say
 from everstep.recovery.errors import UsageError
 from zmq.auth.asyncio import AsyncioAuthenticator
 
@@ -136,7 +137,7 @@ class Coordinator:
             except (m.BadMessage, UnicodeDecodeError) as error:
                 self._dropped += 1
                 if self._dropped in (1, 100, 10_000):
-                    _say(f"{self._dropped} malformed messages dropped so far, the last: {error}")
+                    say(f"{self._dropped} malformed messages dropped so far, the last: {error}")
                 continue
             self._heard[node] = time.monotonic()
             if isinstance(message, m.Output):
@@ -182,7 +183,7 @@ class Coordinator:
             elif isinstance(action, ms.Emit):
                 self._emit(action.event, action.fields)
             elif isinstance(action, ms.Say):
-                _say(action.text)
+                say(action.text)
             elif isinstance(action, ms.Timer):
                 up = ms.TimeUp(action.name, action.generation)
                 asyncio.get_running_loop().call_later(action.seconds, self.notice, up)
@@ -210,7 +211,7 @@ class Coordinator:
         try:
             os.write(self._events, line.encode())
         except OSError as error:
-            _say(f"the events file cannot be written any more: {error}")
+            say(f"the events file cannot be written any more: {error}")
             self._events = None
 
     async def _farewell(self) -> None:
@@ -242,14 +243,10 @@ def _ignore_failure(sent: asyncio.Future[Any]) -> None:
         sent.exception()
 
 
-def _say(text: str) -> None:
-    print(f"everstep: {text}", file=sys.stderr, flush=True)
-
-
 def _say_end(end: ms.End) -> None:
     if end.code == 0:
-        _say("finished")
+        say("finished")
         return
     if end.detail:
         sys.stderr.write(end.detail.rstrip() + "\n")
-    _say(f"error: {end.reason} (exit code {end.code})")
+    say(f"error: {end.reason} (exit code {end.code})")

@@ -28,6 +28,7 @@ from everstep.launcher.keys import new_secret
 from everstep.launcher.slurm.cli_json import CliJson
 from everstep.launcher.slurm.getopt import Given
 from everstep.launcher.slurm.srun_table import Arity, OptionTable, installed_table
+from everstep.launcher.voice import say
 from everstep.recovery.errors import UsageError
 
 INTERFACE = "1"
@@ -97,7 +98,7 @@ def take_over(
     why_not = left_alone(line, inherited, table)
     if why_not is not None:
         if why_not:
-            _say(why_not)
+            say(why_not)
         _become(line, (), {}, ())
     _prepare(line, settings, table)
 
@@ -147,9 +148,9 @@ def _prepare(line: Line, settings: Mapping[str, str], table: OptionTable) -> NoR
     srun.world_nodes(plan.nodes, options, spec.nnodes)
     if not Given.of(line.options, table).any("quiet"):
         for reason in plan.reasons:
-            _say(reason)
+            say(reason)
     for warning in (*plan.warnings, *spec.notes):
-        _say(f"WARNING: {warning}")
+        say(f"WARNING: {warning}")
     env = {CARRIED + name: value for name, value in plan.env.items()}
     env[CARRIED + own.SPEC_VARIABLE] = torchrun.encode_spec(spec)
     env[PATH_VARIABLE] = _everstep_path()
@@ -220,7 +221,3 @@ def _become(line: Line, added: Sequence[str], env: Mapping[str, str], unset: Seq
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(line.program, [line.name, *added, *line.options, *separator, *line.command], environ)  # noqa: S606
-
-
-def _say(text: str) -> None:
-    print(f"everstep: {text}", file=sys.stderr, flush=True)

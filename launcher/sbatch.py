@@ -18,6 +18,7 @@ from everstep.launcher.slurm.commands import require
 from everstep.launcher.slurm.connect import connect
 from everstep.launcher.slurm.getopt import Given, read
 from everstep.launcher.slurm.srun_table import SBATCH, OptionTable, installed_table
+from everstep.launcher.voice import say
 from everstep.recovery.errors import UsageError
 
 HELP = """\
@@ -103,9 +104,9 @@ def _submit(asked: Asked, name: str, before: str, place: Path | None, client: Sl
     kept = batch_script.keep_alive(after, asked.sbatch, installed_table("sbatch"))
     check_syntax(name, after)
     for option, why in kept.added:
-        _say(f"#SBATCH {option} added: {why}")
+        say(f"#SBATCH {option} added: {why}")
     for warning in kept.warnings:
-        _say(f"WARNING: {warning}")
+        say(f"WARNING: {warning}")
     if changes := batch_script.difference(before, kept.text, name):
         print(changes, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
@@ -125,20 +126,20 @@ def _wrapped(asked: Asked, client: SlurmClient) -> int:
     given = Given.of(asked.sbatch, installed_table("sbatch"))
     added = [(option, why) for option, why in kept.added if option[2:] not in given]
     for option, why in added:
-        _say(f"{option} added: {why}")
+        say(f"{option} added: {why}")
     return _test_and_submit(client, [*(option for option, _ in added), *asked.sbatch], asked.dry_run)
 
 
 def _test_and_submit(client: SlurmClient, argv: Sequence[str], dry_run: bool) -> int:
     for line in client.test_submit(argv).splitlines():
-        _say(line.removeprefix("sbatch: "))
+        say(line.removeprefix("sbatch: "))
     if dry_run:
-        _say("not submitted (--dry-run)")
+        say("not submitted (--dry-run)")
         return 0
     if "wait" in Given(read(argv, SBATCH, program="sbatch").options):
         return subprocess.call(["sbatch", *argv])  # as long as the job lasts; its exit code is the job's
     job = client.submit(argv)
-    _say(f"how it goes: everstep status {job}")
+    say(f"how it goes: everstep status {job}")
     print(f"Submitted batch job {job}", flush=True)
     return 0
 
@@ -200,7 +201,3 @@ def check_syntax(name: str, text: str) -> None:
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or ["it says nothing"])[0]
         raise UsageError(f"{name} is no sound {program} script: {said.removeprefix(f'{program}: ')}")
-
-
-def _say(text: str) -> None:
-    print(f"everstep: {text}", file=sys.stderr, flush=True)

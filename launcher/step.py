@@ -35,6 +35,7 @@ from everstep.launcher.report import Ear, tell
 from everstep.launcher.slurm.cli_json import CliJson, require
 from everstep.launcher.slurm.client import expand
 from everstep.launcher.slurm.srun_table import installed_table
+from everstep.launcher.voice import say
 from everstep.recovery.errors import EverstepError, UsageError
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ def run_step(words: Sequence[str]) -> int:
     spec = torchrun.parse(srun.torchrun_arguments(parts.command), cwd=cwd, on_node=False)
     srun.world_nodes(plan.nodes, options, spec.nnodes)
     for reason in plan.reasons:
-        _say(reason)
+        say(reason)
     for warning in (*plan.warnings, *spec.notes):
-        _say(f"WARNING: {warning}")
+        say(f"WARNING: {warning}")
     ear = Ear(keys_from(secret))
     env = {k: v for k, v in os.environ.items() if k not in plan.unset}
     env.update(plan.env)
@@ -121,7 +122,7 @@ def _outcome(process: subprocess.Popen[bytes], ear: Ear, told_to_stop: Sequence[
         if late and (ending or told_to_stop):
             process.kill()
         elif late:
-            _say("the run is over and some agents are still there: ending the step")
+            say("the run is over and some agents are still there: ending the step")
             process.terminate()
             ending, over = True, time.monotonic()
     if told is None:
@@ -130,7 +131,7 @@ def _outcome(process: subprocess.Popen[bytes], ear: Ear, told_to_stop: Sequence[
         return told
     srun_code = process.returncode
     if srun_code:
-        _say(f"srun ended with exit code {srun_code}, and no word of how the run ended")
+        say(f"srun ended with exit code {srun_code}, and no word of how the run ended")
     return srun_code if srun_code >= 0 else 128 - srun_code
 
 
@@ -316,7 +317,3 @@ def _address(interface: str | None, others: Sequence[str]) -> str:
     if not others:
         return "127.0.0.1"
     raise UsageError(f"none of the other nodes' names can be resolved here ({', '.join(others[:3])}, …)")
-
-
-def _say(text: str) -> None:
-    print(f"everstep: {text}", file=sys.stderr, flush=True)
