@@ -109,7 +109,11 @@ def _watch(child: int, patience: float) -> int | None:
     if code < 0 and not deadline:
         # Nobody asked for it: the run can go on elsewhere.
         name = signal.Signals(-code).name
-        print(f"everstep: error: this node's agent was killed ({name}): requeue the run", file=sys.stderr)
+        print(
+            f"everstep: error: an agent on {os.uname().nodename} was killed ({name}) and its workers are ended: "
+            "the run goes on without them if it can, else requeue it (exit code 75)",
+            file=sys.stderr,
+        )
         return None
     return code if code >= 0 else 128 - code
 

@@ -130,7 +130,13 @@ def _outcome(process: subprocess.Popen[bytes], ear: Ear, told_to_stop: Sequence[
     if told is not None:
         return told
     srun_code = process.returncode
-    if srun_code:
+    if srun_code < 0:
+        name = signal.Signals(-srun_code).name
+        say(
+            f"error: srun was killed ({name}), and its step may be running without it: "
+            "`squeue --me --steps` shows it, `scancel JOBID.STEPID` ends it"
+        )
+    elif srun_code:
         say(f"srun ended with exit code {srun_code}, and no word of how the run ended")
     return srun_code if srun_code >= 0 else 128 - srun_code
 

@@ -94,6 +94,7 @@ static void *listen_on(void *unused)
 {
 	int64_t overdue = 0;
 	int last_calls = 8; /* those who have called before the end are heard, but not for ever */
+	bool said = false;
 
 	while (true) {
 		struct pollfd fds[] = { { .fd = ear.stop, .events = POLLIN }, { .fd = ear.listener, .events = POLLIN } };
@@ -101,7 +102,10 @@ static void *listen_on(void *unused)
 		int caller = -1;
 
 		if (overdue && left <= 0) {
-			fprintf(stderr, "everstep: the run is over and some agents are still there: ending the step\n");
+			if (!said)
+				fprintf(stderr,
+					"everstep: the run is over and some agents are still there: ending the step\n");
+			said = true;
 			kill(getpid(), SIGTERM); /* srun's own signal thread takes it */
 			left = OVERDUE_MS;
 			overdue = now_ms() + left;
