@@ -62,10 +62,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict:
         large += times
         identical &= digest == calm_large
         theirs += restart(folder / f"theirs{i}", steps, options.kills, i)
-        kinds = {"everstep": ours, "with 100 MB": large, "torchrun": theirs}
-        console.print(
-            "  " + "; ".join(f"{kind} {_list(all_[-options.kills :])} s" for kind, all_ in kinds.items())
-        )
+        for kind, times in (("everstep", ours), ("with 100 MB", large), ("torchrun", theirs)):
+            console.print(f"  {kind} {', '.join(f'{t:.2f}' for t in times[-options.kills :])} s")
     ratios, medians = pace(options, folder)
     say("state transfer")
     return {
@@ -161,10 +159,6 @@ def show(figures: dict) -> None:
     console.print(
         "digests [bold green]identical[/]" if figures["identical"] else "digests [bold red]different[/]"
     )
-
-
-def _list(seconds: list[float]) -> str:
-    return ", ".join(f"{one:.2f}" for one in seconds)
 
 
 def say(text: str) -> None:
