@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import runs, transfer
+from benchmarks import runs, transfer, turns
 
 WORLD = 3
 # About 100 MB of state: parameters and two moments of AdamW, 4 bytes each.
@@ -31,8 +30,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind, interleaved")
     parser.add_argument("--kills", type=int, default=2, help="kills in each run")
-    parser.add_argument("--pairs", type=int, default=13, help="pairs of undisturbed runs")
-    parser.add_argument("--steps", type=int, default=60, help="steps of an undisturbed run")
+    parser.add_argument("--launches", type=int, default=7, help="for the undisturbed step time")
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of turns in each launch")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
         figures = measure(options, Path(folder))
@@ -64,13 +63,17 @@ def measure(options: argparse.Namespace, folder: Path) -> dict:
         theirs += restart(folder / f"theirs{i}", steps, options.kills, i)
         for kind, times in (("everstep", ours), ("with 100 MB", large), ("torchrun", theirs)):
             console.print(f"  {kind} {', '.join(f'{t:.2f}' for t in times[-options.kills :])} s")
-    ratios, medians = pace(options, folder)
+    paces = []
+    for i in range(options.launches):
+        say(f"undisturbed step time, launch {i + 1} of {options.launches}")
+        paces.append(turns.measure(folder / f"turns{i}", options.pairs))
+        took = ", ".join(f"{side} {seconds * 1e3:.1f} ms" for side, seconds in paces[-1]["step_s"].items())
+        console.print(f"  {took}, ratio {paces[-1]['ratio']:.3f}")
     say("state transfer")
     return {
         "kill_to_step_s": {"everstep": ours, "torchrun": theirs, "everstep_100mb": large},
-        "step_ratio": statistics.median(ratios),
-        "step_ratios": ratios,
-        "step_s": medians,
+        "step_ratio": statistics.median(pace["ratio"] for pace in paces),
+        "step_launches": paces,
         "transfer": transfer.measure(),
         "identical": identical,
     }
@@ -108,34 +111,6 @@ def restart(folder: Path, steps: int, kills: int, seed: int) -> list[float]:
         return times
     finally:
         job.stop()
-
-
-def pace(options: argparse.Namespace, folder: Path) -> tuple[list[float], dict[str, float]]:
-    """Undisturbed step time, everstep over plain torchrun DDP, in pairs whose order alternates."""
-    ratios, ours, theirs = [], [], []
-    for i in range(options.pairs):
-        say(f"undisturbed step time, pair {i + 1} of {options.pairs}")
-        jobs = {
-            "ours": lambda i=i: runs.everstep(folder / f"pace{i}", 2, options.steps, standby=0),
-            "theirs": lambda i=i: runs.torchrun(folder / f"plain{i}", 2, options.steps, "--plain"),
-        }
-        took = {}
-        for name in sorted(jobs, reverse=bool(i % 2)):
-            job = jobs[name]().start()
-            job.finish()
-            took[name] = step_time(job)
-        ratios.append(took["ours"] / took["theirs"])
-        ours.append(took["ours"])
-        theirs.append(took["theirs"])
-        ms = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in took.items()}
-        console.print(f"  everstep {ms['ours']}, torchrun {ms['theirs']}, ratio {ratios[-1]:.3f}")
-    return ratios, {"everstep": statistics.median(ours), "torchrun": statistics.median(theirs)}
-
-
-def step_time(job: runs.Job) -> float:
-    """Median seconds between two commits of rank 0, the first ten steps left out."""
-    times = [c.t for c in job.commits() if c.rank == 0][10:]
-    return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
 def show(figures: dict) -> None:

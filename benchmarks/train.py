@@ -3,6 +3,9 @@
 everstep run --nnodes 3 benchmarks/train.py --commits FILE
 torchrun --nproc-per-node 3 benchmarks/train.py --commits FILE --checkpoint DIR
 torchrun --nproc-per-node 3 benchmarks/train.py --commits FILE --plain      (DDP alone, no everstep in it)
+
+With --turns PREFIX each rank waits for a byte from the FIFO PREFIX.RANK before every --turn steps, and writes
+one into PREFIX.done after them: so two jobs can train by turns on the same cores (see `turns.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--commits", required=True)
 parser.add_argument("--checkpoint")
 parser.add_argument("--plain", action="store_true")
+parser.add_argument("--turns")
+parser.add_argument("--turn", type=int, default=10)
 parser.add_argument("--width", type=int, default=192)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--batch", type=int, default=6)
@@ -49,6 +54,26 @@ class Log:
         os.write(self._fd, f"{time.time():.6f} {rank} {step} {os.getpid()}\n".encode())
 
 
+class Turns:
+    """Steps are done only while it is our turn."""
+
+    def __init__(self, rank: int) -> None:
+        self._files: list[int] = []
+        if args.turns:
+            # Opened for both ways, so that neither side waits for the other.
+            self._files = [os.open(f"{args.turns}.{name}", os.O_RDWR) for name in (rank, "done")]
+
+    def wait(self, step: int) -> None:
+        """Before a step."""
+        if self._files and step % args.turn == 0:
+            os.read(self._files[0], 1)
+
+    def over(self, step: int) -> None:
+        """After a step."""
+        if self._files and step % args.turn == args.turn - 1:
+            os.write(self._files[1], b"x")
+
+
 def with_everstep() -> None:
     import everstep.recovery as recovery
 
@@ -61,11 +86,12 @@ def with_everstep() -> None:
     if args.checkpoint:
         run.checkpoint(args.checkpoint, every=10)
     loader = recovery.StepLoader(Text(text, args.context), global_batch=args.batch, seed=0)
-    log = Log(args.commits)
+    log, turns = Log(args.commits), Turns(run.rank)
 
     @run.protect
     def train() -> None:
         for step in run.steps(args.steps):
+            turns.wait(int(step))
             x, y = loader[step]
             F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -74,6 +100,7 @@ def with_everstep() -> None:
             scheduler.step()
             step.commit()
             log.committed(run.rank, int(step))
+            turns.over(int(step))
 
     train()
     print("digest", run.digest(), flush=True)
@@ -91,16 +118,18 @@ def plain() -> None:
     loader = torch.utils.data.DataLoader(
         Text(text, args.context), batch_size=args.batch // dist.get_world_size(), sampler=sampler
     )
-    log = Log(args.commits)
-    for step, (x, y) in enumerate(loader):
-        if step == args.steps:
-            break
+    log, turns = Log(args.commits), Turns(dist.get_rank())
+    batches = iter(loader)
+    for step in range(args.steps):
+        turns.wait(step)
+        x, y = next(batches)
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         log.committed(dist.get_rank(), step)
+        turns.over(step)
     dist.destroy_process_group()
 
 
