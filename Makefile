@@ -20,7 +20,7 @@ demo: $(VENV)/.installed ## train on three nodes played by this machine, kill a 
 	@$(BIN)/python -m examples.demo
 
 test: $(VENV)/.tools ## run all tests; CLUSTER=0 leaves out those that need the Slurm cluster in Docker
-	@$(BIN)/pytest tests/unit tests/embedded $(if $(filter 0,$(CLUSTER)),,tests/cluster)
+	@$(BIN)/pytest --durations=15 tests/unit tests/embedded $(if $(filter 0,$(CLUSTER)),,tests/cluster)
 
 lint: $(VENV)/.tools ## ruff, and mypy --strict on the packages
 	@$(BIN)/ruff check .
