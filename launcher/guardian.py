@@ -110,7 +110,7 @@ def _watch(child: int, patience: float) -> int | None:
         # Nobody asked for it: the run can go on elsewhere.
         name = signal.Signals(-code).name
         print(
-            f"everstep: error: an agent on {os.uname().nodename} was killed ({name}) and its workers are ended: "
+            f"everstep: error: an agent on {os.uname().nodename} was killed ({name}), its workers are ended: "
             "the run goes on without them if it can, else requeue it (exit code 75)",
             file=sys.stderr,
         )

@@ -45,6 +45,7 @@ sys.exit(code)
 @pytest.mark.parametrize("code", [0, 9])
 def test_health_checks_that_break_down_change_neither_the_end_nor_the_code(examine: str, code: int) -> None:
     life = LIFE.format(examine=examine, code=code)
-    done = subprocess.run([sys.executable, "-c", life], capture_output=True, text=True, timeout=60, check=False)
+    argv = [sys.executable, "-c", life]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
