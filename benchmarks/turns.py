@@ -72,12 +72,7 @@ class Fifos:
 
     def __init__(self, prefix: Path) -> None:
         self.words = ("--turns", str(prefix), "--turn", str(TURN))
-        self._ranks, self._done = [], -1
-        for name in (*range(WORLD), "done"):
-            path = f"{prefix}.{name}"
-            os.mkfifo(path, 0o600)
-            self._ranks.append(os.open(path, os.O_RDWR))
-        self._done = self._ranks.pop()
+        *self._ranks, self._done = (_fifo(f"{prefix}.{name}") for name in (*range(WORLD), "done"))
         os.set_blocking(self._done, False)
 
     def take_a_turn(self, job: runs.Job) -> None:
@@ -98,6 +93,11 @@ class Fifos:
     def close(self) -> None:
         for fd in (*self._ranks, self._done):
             os.close(fd)
+
+
+def _fifo(path: str) -> int:
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR)  # for both ways, so that neither side waits for the other to open it
 
 
 def _turns(job: runs.Job) -> Iterator[list[float]]:

@@ -236,7 +236,7 @@ def key(result: Result) -> str:
 
 def worded(result: Result) -> str:
     """`CHECK DEVICE ACTION: why`: the check and the device first, since sinfo cuts reasons short."""
-    return f"{key(result)} {DO[result.severity]}: {_plain(result.reason)}"
+    return f"{key(result)} {DO[result.severity]}: {one_line(result.reason)}"
 
 
 def reason_for(findings: Sequence[Result], note: str = "") -> str:
@@ -399,9 +399,9 @@ def _recent(times: Iterable[float], settings: Settings, now: float) -> tuple[flo
 
 
 def _word(device: str) -> str:
-    return "_".join(_plain(device).split()) or "node"
+    return "_".join(one_line(device).split()) or "node"
 
 
-def _plain(text: str) -> str:
-    # A reason is one line of printable text, whatever a tool or a kernel log put into it.
+def one_line(text: str) -> str:
+    """One line of printable text, whatever a tool, a kernel log or somebody's reason has in it."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

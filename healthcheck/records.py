@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -60,9 +61,12 @@ def from_dict(data: Mapping[str, Any], source: str = "", *, findings_only: bool 
     `findings_only` leaves out the passes, for whoever reads those of a thousand nodes.
     """
     try:
+        at = float(data["at"])
+        if not math.isfinite(at):
+            raise ValueError(f"no result of everstep's: at {at}")
         return Record(
             report=Report.from_dict(_without_passes(data) if findings_only else data),
-            at=float(data["at"]),
+            at=at,
             by=str(data.get("by", "")),
             mode=str(data.get("mode", "")),
             boot=str(data.get("boot", "")),
@@ -84,7 +88,10 @@ def _without_passes(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def from_json(text: bytes | str, source: str = "", *, findings_only: bool = False) -> Record:
     """A record from its text. Raises ValueError where it is none."""
-    data = json.loads(text)
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("no result of everstep's: nested too deeply") from error
     if not isinstance(data, dict):
         raise ValueError("no result of everstep's: not an object")
     return from_dict(data, source, findings_only=findings_only)

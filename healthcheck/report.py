@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everstep.healthcheck.policy import CONTRACT, PREFIX, key, read_reason, worded
+from everstep.healthcheck.policy import CONTRACT, PREFIX, key, one_line, read_reason, worded
 from everstep.healthcheck.records import Record
 from everstep.healthcheck.result import Severity, Status
 from everstep.launcher.slurm.client import Job, Node
@@ -153,8 +153,11 @@ def build(
 
 def judge(node: Node, record: Record | None, *, now: float) -> Row:
     """One node: what Slurm says counts first, and its last result where that is not too old."""
+    # Anybody may have written these words, and a terminal would obey what is in them.
+    node = replace(node, reason=one_line(node.reason), reason_by=one_line(node.reason_by))
     sources = [Source("Slurm", now)]
-    stale = record is not None and now - record.at > STALE_S
+    # A time to come is of a clock that is wrong, and would be believed for ever.
+    stale = record is not None and abs(now - record.at) > STALE_S
     if record is not None:
         sources.append(Source(record.source or "last result", record.at, stale))
     fresh = None if stale else record

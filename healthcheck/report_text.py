@@ -178,7 +178,7 @@ def _foot(overview: Overview) -> list[str]:
     if not known and overview.rows:
         parts.append("no node's last result is known here")
     if stale:
-        parts.append(f"{stale} too old to count")
+        parts.append(f"{stale} too old to count (or dated in the future)")
     return ["", click.style("; ".join(parts), dim=True), *(f"note: {fault}" for fault in overview.faults)]
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from everstep.launcher.voice import say
 from everstep.recovery.errors import EverstepError
 
 _PR_SET_PDEATHSIG = 1
@@ -69,7 +70,7 @@ def _outcome(main: Callable[[], int]) -> int:
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
     except EverstepError as error:
-        print(f"everstep: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         code = error.exit_code
     except BaseException:
         traceback.print_exc()
@@ -109,10 +110,9 @@ def _watch(child: int, patience: float) -> int | None:
     if code < 0 and not deadline:
         # Nobody asked for it: the run can go on elsewhere.
         name = signal.Signals(-code).name
-        print(
-            f"everstep: error: an agent on {os.uname().nodename} was killed ({name}), its workers are ended: "
-            "the run goes on without them if it can, else requeue it (exit code 75)",
-            file=sys.stderr,
+        say(
+            f"error: an agent on {os.uname().nodename} was killed ({name}), its workers are ended: "
+            "the run goes on without them if it can, else requeue it (exit code 75)"
         )
         return None
     return code if code >= 0 else 128 - code

@@ -21,6 +21,7 @@ from everstep.launcher.guardian import guarded
 from everstep.launcher.keys import new_secret
 from everstep.launcher.options import ORDERS_VARIABLE, SECRET_VARIABLE, RunOptions
 from everstep.launcher.torchrun import WorkerSpec
+from everstep.launcher.voice import say
 from everstep.recovery.errors import UsageError
 
 _HOST = "127.0.0.1"
@@ -75,10 +76,7 @@ def run_local(options: RunOptions, spec: WorkerSpec) -> int:
     if stopped and stopped[0] == signal.SIGINT:
         return 128 + stopped[0]
     if code < 0:
-        print(
-            f"everstep: error: the coordinator's agent was killed (signal {-code}): requeue the run",
-            file=sys.stderr,
-        )
+        say(f"error: the coordinator's agent was killed (signal {-code}): start the run again")
         return 75
     return code
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
 from everstep.launcher import options as own
 from everstep.launcher import torchrun
 from everstep.launcher.local import run_local
+from everstep.launcher.voice import say
 
 RUN_HELP = """\
 Usage: everstep run [options] [torchrun options] script.py [args]
@@ -75,8 +75,3 @@ def _own_help() -> str:
     formatter.indent()
     formatter.write_dl(rows)
     return formatter.getvalue()
-
-
-def say(text: str) -> None:
-    """One line of ours."""
-    print(f"everstep: {text}", file=sys.stderr, flush=True)

@@ -14,7 +14,10 @@ from everstep.healthcheck.readers.smi import pci
 from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, Status, critical, ok, warn
 
-XID = Pattern(b"NVRM: Xid", regex=rb"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\)(?:: |[^\n]*?: )(\d+),")
+# On a GPU split by MIG the instance is told too: `(PCI:0000:9b:00 GPU-I:05)`, `(… GPU-CI:02)`.
+XID = Pattern(
+    b"NVRM: Xid", regex=rb"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)(?: GPU-C?I:\d+)*\)(?:: |[^\n]*?: )(\d+),"
+)
 SXID = Pattern(b"SXid", regex=rb"SXid(?: \(((?:PCI:)?[0-9a-fA-F:.]+)\))?[^\n]*?: (\d+),")
 OFF_THE_BUS = Pattern(
     b"GPU has fallen", regex=rb"NVRM: GPU ((?:PCI:)?[0-9a-fA-F:.]+): GPU has fallen off the bus"

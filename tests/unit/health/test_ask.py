@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -133,6 +134,17 @@ def test_nobody_else_speaks_for_a_node(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "n2.json").symlink_to(tmp_path / "n1.json")
     assert records.read_folder(tmp_path, ["n2", "../n1"])[0] == {}
+
+
+def test_a_result_that_is_none_costs_the_report_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "n1.json").write_bytes(b"[" * 200_000)
+    (tmp_path / "n2.json").write_bytes(
+        re.sub(rb'"at": ?[0-9.]+', b'"at": NaN', record("n2", bad()).to_json())
+    )
+    (tmp_path / "n3.json").write_bytes(record("n3", bad()).to_json())
+    found, faults = records.read_folder(tmp_path, ["n1", "n2", "n3"])
+    assert list(found) == ["n3"]
+    assert ["nested too deeply" in faults[0], "at nan" in faults[1]] == [True, True], faults
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="to give a file to somebody else takes root")

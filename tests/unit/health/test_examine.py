@@ -124,7 +124,7 @@ def test_no_tool_outlives_the_run(tmp_path: Path) -> None:
     run(tmp_path, total_s=1.0, level=Level.FULL)
     for pid in node.read("/pids").split():
         with contextlib.suppress(psutil.NoSuchProcess):
-            assert psutil.Process(int(pid)).wait(5) is not None
+            psutil.Process(int(pid)).wait(5)  # TimeoutExpired where it lives on; None where it was reaped
 
 
 def test_an_unknown_check_is_answered_with_what_is_close(tmp_path: Path) -> None:

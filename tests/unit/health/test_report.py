@@ -279,3 +279,18 @@ def test_a_job_that_waits_says_for_what_and_a_held_one_how_to_go_on() -> None:
         "job 12 is PENDING (Resources) and has no nodes"
     )
     assert "scontrol release 12" in by_job(job(state="PENDING", waits_for="JobHeldAdmin"))
+
+
+# --- what others wrote ---
+
+
+def test_a_reason_cannot_speak_to_the_terminal_nor_make_a_line_of_its_own() -> None:
+    hostile = node("n1", "IDLE", "DRAIN", reason="evil \x1b[2J\nforged\u202e 0", reason_by="b\x1b]0;x\x07")
+    row = judge(hostile, None, now=NOW)
+    assert "evil [2J forged 0" in row.why
+    assert all(letter.isprintable() for letter in row.why + row.by + row.group)
+
+
+def test_a_result_of_the_future_is_not_believed() -> None:
+    early = dataclasses.replace(record("n1", bad()), at=NOW + 1e9)
+    assert judge(node("n1", "IDLE"), early, now=NOW).status is Status.OK

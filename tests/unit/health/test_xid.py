@@ -75,6 +75,12 @@ def test_nvlink_5_errors_that_are_not_fatal_are_warnings(tmp_path: Path) -> None
     assert "Link 10" in found.reason
 
 
+@pytest.mark.parametrize("instance", ["GPU-I:05", "GPU-CI:02", "GPU-I:05 GPU-CI:02"])
+def test_an_xid_of_a_mig_instance_is_the_gpu_s(instance: str, tmp_path: Path) -> None:
+    (found,) = findings(tmp_path, xid(95, gpu=f"PCI:0000:9b:00 {instance}"))
+    assert (found.status, found.device, found.value) == (Status.CRITICAL, "0000:9b:00", 95)
+
+
 def test_a_code_that_is_not_in_the_table_is_to_be_looked_up(tmp_path: Path) -> None:
     (found,) = findings(tmp_path, xid(999))
     assert found.status is Status.WARN and "look it up" in found.reason
