@@ -102,10 +102,11 @@ class Coordinator:
 
     async def _told_by_slurm(self, job: JobSide, asked: ms.StopAsked) -> None:
         """SIGTERM comes before a preemption, and then from everybody who ends the job for good."""
-        if await job.preempted():
-            self.notice(replace(asked, why="preempted (SIGTERM)"))
-        else:
+        found = await job.preempted()
+        if found is None:
             self.notice(replace(asked, requeue=False))
+        else:
+            self.notice(replace(asked, why=found.why, requeue=not found.comes_back))
 
     def notice(self, event: ms.RunEvent) -> None:
         """Something that concerns the run as a whole."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from everstep.launcher import blame, history
 from everstep.launcher.recruit import Recruiter, Terms
 from everstep.launcher.roster import Recruit, RecruitFailed
-from everstep.launcher.slurm.client import Job, SlurmClient, fold
+from everstep.launcher.slurm.client import Job, Partition, SlurmClient, fold
 from everstep.recovery.errors import EverstepError
 
 _AT_ONCE = 2.0  # seconds that Slurm is asked for why it ends a job, which has KillWait seconds in all
@@ -52,6 +52,27 @@ def judge(job: Job) -> Here:
     if job.requeue is False:
         return Here(job.job_id, False, f"job {job.job_id} may not be requeued (sbatch --requeue lets it)")
     return Here(job.job_id, True, "")
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """The job has to make room for another one."""
+
+    comes_back: bool
+    """Slurm itself puts it back into the queue, as soon as it has ended."""
+    why: str
+
+
+def how_preempted(job: Job, partitions: Iterable[Partition]) -> Preempted:
+    """Who puts a preempted job back into the queue.
+
+    Where Slurm means to, it must be let: it remembers that beyond a requeue that comes before (GRACE_PREEMPT,
+    up to 26.05), and would run the finished job once more.
+    """
+    mode = next((each.preempt_mode for each in partitions if each.name == job.partition), "")
+    if "REQUEUE" in mode.upper() and job.requeue is not False and job.batch is not False:
+        return Preempted(True, "preempted (SIGTERM), and Slurm puts the job back into the queue")
+    return Preempted(False, "preempted (SIGTERM)")
 
 
 class JobSide:
@@ -116,13 +137,16 @@ class JobSide:
     def _report(self, node: str, how: str) -> str:
         return blame.report(blame.read(), self._client, node, str(self._job_id), how)
 
-    async def preempted(self) -> bool:
-        """Does the job have to make room for another one? False where Slurm does not say so at once."""
+    async def preempted(self) -> Preempted | None:
+        """How the job makes room for another one; None where it does not, or Slurm does not say at once."""
         try:
-            job = await asyncio.wait_for(asyncio.to_thread(self._client.job, self._job_id), _AT_ONCE)
+            return await asyncio.wait_for(asyncio.to_thread(self._preempted), _AT_ONCE)
         except (EverstepError, asyncio.TimeoutError):
-            return False
-        return job.running and job.preempted
+            return None
+
+    def _preempted(self) -> Preempted | None:
+        job = self._client.job(self._job_id)
+        return how_preempted(job, self._client.partitions()) if job.running and job.preempted else None
 
     async def close(self, committed: int, reason: str) -> None:
         """The run is over."""

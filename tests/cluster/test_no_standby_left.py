@@ -61,6 +61,7 @@ class Batch(Follower):
     def starts_again(self) -> None:
         """It is requeued, and does not wait the two minutes that Slurm would have it wait."""
         self.is_requeued()
+        time.sleep(2)  # a start within the second of its end is refused by slurmd ("Job credential revoked")
 
         def runs() -> bool:
             # Asked for while the old attempt is being cleaned up, the time would be set back once more.
@@ -119,6 +120,8 @@ def test_a_preempted_job_saves_its_state_and_goes_on_when_it_is_its_turn_again(
     assert "a checkpoint of step" in run.output or "the newest checkpoint is of step" in run.output
     run.ends()
     assert digests(run.output) == {calm_digest(cluster, job, 3)}, run.output
+    wait_until(lambda: cluster.jobs() == [], "it has ended for good, and is not requeued once more", 20)
+    assert run.field("Restarts") == "1"
 
 
 def test_scancel_leaves_a_checkpoint_and_no_job_in_the_queue(cluster: Cluster, job: str) -> None:

@@ -10,17 +10,17 @@ import pytest
 import zmq.asyncio
 from everstep.launcher import membership as ms
 from everstep.launcher.coordinator import Coordinator
-from everstep.launcher.jobside import JobSide
+from everstep.launcher.jobside import JobSide, Preempted
 from everstep.launcher.keys import keys_from, new_secret
 
 
 class Slurm:
     """A job as far as it is asked why it ends."""
 
-    def __init__(self, preempted: bool) -> None:
-        self.answer, self.asked = preempted, 0
+    def __init__(self, answer: Preempted | None) -> None:
+        self.answer, self.asked = answer, 0
 
-    async def preempted(self) -> bool:
+    async def preempted(self) -> Preempted | None:
         self.asked += 1
         return self.answer
 
@@ -47,15 +47,21 @@ def answer(job: Slurm | None, *signals: int) -> list[ms.StopAsked]:
 
 
 def test_a_warning_ahead_of_the_time_limit_is_answered_by_a_requeue() -> None:
-    (asked,) = answer(Slurm(preempted=False), signal.SIGUSR1)
+    (asked,) = answer(Slurm(None), signal.SIGUSR1)
     assert asked.requeue and asked.why == "told to stop (SIGUSR1)"
 
 
-@pytest.mark.parametrize("preempted", [True, False])
-def test_sigterm_is_answered_by_a_requeue_where_slurm_says_that_the_job_makes_room(preempted: bool) -> None:
-    job = Slurm(preempted)
+@pytest.mark.parametrize(
+    ("found", "requeue"),
+    [(None, False), (Preempted(False, "preempted"), True), (Preempted(True, "preempted, comes back"), False)],
+)
+def test_sigterm_is_answered_by_a_requeue_where_the_job_makes_room_and_slurm_does_not_requeue_it(
+    found: Preempted | None, requeue: bool
+) -> None:
+    job = Slurm(found)
     (asked,) = answer(job, signal.SIGTERM, signal.SIGTERM)
-    assert asked.requeue is preempted
+    assert asked.requeue is requeue
+    assert asked.why == (found.why if found else "told to stop (SIGTERM)")
     assert job.asked == 1, "Slurm is asked once, however many agents tell of it"
 
 

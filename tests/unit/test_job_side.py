@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 from everstep.launcher import blame, history
 from everstep.launcher.blame import Blaming
 from everstep.launcher.history import Attempt, Chronicle, History
-from everstep.launcher.jobside import judge
+from everstep.launcher.jobside import how_preempted, judge
 from everstep.launcher.recruit import Recruiter, Terms, request
 from everstep.launcher.roster import Recruit, RecruitFailed
-from everstep.launcher.slurm.client import Job, SlurmBusy, SlurmError
+from everstep.launcher.slurm.client import Job, Partition, SlurmBusy, SlurmError
 from everstep.recovery.errors import UsageError
 
 TERMS = Terms(7, "#!/bin/sh\n", {"EVERSTEP_SECRET": "hush"}, "/home/me", Path("/runs/7"), 600.0, ("n1", "n2"))
@@ -50,6 +51,24 @@ class TestRequest:
 
     def test_the_secret_is_on_no_command_line(self) -> None:
         assert "hush" not in " ".join(request(JOB, TERMS, [], now=0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "requeue", "comes_back"),
+    [
+        ("REQUEUE", True, True),
+        ("GANG,REQUEUE", None, True),
+        ("REQUEUE", False, False),
+        ("CANCEL", True, False),
+    ],
+)
+def test_a_preempted_job_that_slurm_itself_requeues_is_left_to_it(
+    mode: str, requeue: bool | None, comes_back: bool
+) -> None:
+    partitions = [Partition("cpu", (), preempt_mode="OFF"), Partition("gpu", (), preempt_mode=mode)]
+    found = how_preempted(replace(JOB, requeue=requeue), partitions)
+    assert found.comes_back is comes_back
+    assert ("Slurm puts the job back" in found.why) is comes_back
 
 
 class FakeSlurm:
