@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import traceback
 from types import TracebackType
 from typing import Any, NoReturn
@@ -115,6 +116,7 @@ def _enter_seat(seed: int) -> Run:
     group.setting_up = True
     seat = Seat(control, assign, group, exchange, os.environ.get(WORKER_VARIABLE, ""))
     leaver.seat = seat
+    threading.Thread(target=seat.watch, name="everstep-watch", daemon=True).start()
     rng.set_replica(assign.rank, assign.world_size)
     rng.seed_all(seed)
     resume = os.environ.get(RESUME_VARIABLE, "auto") != "none"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,15 +24,16 @@ from everstep.launcher import messages as m
 from everstep.recovery.control import Control
 from everstep.recovery.errors import Fault, UsageError
 from everstep.recovery.sockets import Sockets
+from everstep.recovery.underway import FOREVER, Underway, runners
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, Store, Work
 
 BACKEND = "everstep"
 # How long building a group may take, where nothing aborts it.
 CONNECT = timedelta(seconds=60)
-# So many collectives under way are noted before those that are over are forgotten.
-_NOTED = 16
 # As torch's own default for collectives; hangs are noticed by the launcher, much earlier.
 TIMEOUT = timedelta(minutes=30)
+# A peer's connection has ended, and a collective is under way all the same: how long until it is broken off.
+BROKEN = timedelta(seconds=5)
 
 _FORWARDED = [
     "allreduce",
@@ -112,7 +114,7 @@ class Inside:
         self._shape = (rank, world, host)
         self._shut = False
         self._thread: threading.Thread | None = None
-        self._launched: list[Any] = []
+        self._underway: Underway | None = None
 
     def connect(self) -> None:
         """Build the communicators. Raises Fault as soon as the next generation begins.
@@ -143,9 +145,11 @@ class Inside:
         options._timeout = CONNECT
         options._threads = 2
         store = PrefixStore(f"everstep/{self.generation}/cpu", self._store)
+        others = runners()
         gloo = dist.ProcessGroupGloo(store, rank, world, options)
         self._sockets.keep(self._store.published)
-        gloo.set_timeout(TIMEOUT)
+        gloo.set_timeout(FOREVER)
+        self._underway = Underway(gloo, rank, world, others)
         group = dist.ProcessGroup(store, rank, world)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -165,6 +169,8 @@ class Inside:
             return
         self._shut = True
         self._sockets.shut(self._store.published)
+        if self._underway is not None:
+            self._underway.fail()
         for backend in self._backends[1:]:  # NCCL's abort is real; gloo's blocks nothing and frees nothing
             with contextlib.suppress(RuntimeError):
                 backend.abort()
@@ -173,15 +179,20 @@ class Inside:
         """Has it been broken off, here or by a peer? What is true of it stays true."""
         return self._shut or self._sockets.broken()
 
-    def launched(self, work: Any) -> None:
-        """Note a collective, as long as it is under way."""
-        if len(self._launched) >= _NOTED:
-            self._launched = [w for w in self._launched if not w.is_completed()]
-        self._launched.append(work)
+    def launched(self, name: str, work: Any, args: tuple[Any, ...]) -> Any:
+        """The collective `name` was launched; its handle, to be handed out."""
+        if self._underway is None or not _on_cpu(args, alone=len(self._backends) == 1):
+            return work
+        return self._underway.note(name, work, args[0] if args else [])
 
-    def stuck(self) -> bool:
-        """Broken off, is a collective of gloo's under way all the same?"""
-        return self._shut and any(not w.is_completed() and _has_future(w) for w in list(self._launched))
+    def release(self) -> bool:
+        """After `abort`: end the collectives that nothing else would. False: one could not be ended."""
+        return self._underway is None or self._underway.release()
+
+    def overdue(self) -> bool:
+        """Is there a collective that will not end by itself, or has taken far too long?"""
+        age = 0.0 if self._underway is None else self._underway.age(time.monotonic())
+        return age > TIMEOUT.total_seconds() or (age > BROKEN.total_seconds() and self.broken())
 
     @property
     def building(self) -> bool:
@@ -195,8 +206,9 @@ class Inside:
     def close(self) -> None:
         """Drop the communicators; their threads are joined."""
         self.abort()
+        if self._underway is not None:
+            self._underway.close()
         self._backends.clear()
-        self._launched = []
         self.group = None
         self._sockets.close()
 
@@ -291,15 +303,6 @@ class Group(dist.ProcessGroup):
         return self._name
 
 
-def _has_future(work: Any) -> bool:
-    # One that has none (a send, a receive) counts as complete only once it was waited for.
-    try:
-        work.get_future()
-    except RuntimeError:
-        return False
-    return True
-
-
 # torch's functions whose result only another rank knows, and which fall over an answer that is not real.
 _FROM_ONE_RANK = frozenset({"broadcast_object_list", "scatter_object_list", "recv_object_list"})
 
@@ -317,6 +320,16 @@ def _refuse_objects() -> None:
                 "the environment, a file, the seed), or do it inside the loop"
             )
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def _on_cpu(args: Any, *, alone: bool) -> bool:
+    """Are these gloo's to work on? A call without tensors is, where gloo is `alone`."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device.type == "cpu"
+        if isinstance(arg, list) and arg:
+            return _on_cpu(arg, alone=alone)
+    return alone
 
 
 class Answered(Work):
@@ -343,9 +356,7 @@ def _forward(name: str) -> Callable[..., Any]:
         work = getattr(target, name)(*args, **kwargs)
         if target is self._local and work is not None:
             return Answered(args[0] if args else [])
-        if inside is not None and work is not None:
-            inside.launched(work)
-        return work
+        return work if inside is None or work is None else inside.launched(name, work, args)
 
     method.__name__ = name
     return torch._dynamo.disable(method) if hasattr(torch, "_dynamo") else method  # type: ignore[no-untyped-call]

@@ -25,11 +25,12 @@ from everstep.recovery.errors import EverstepError, Fault, NoStateError, UsageEr
 from everstep.recovery.group import Group, Inside
 from everstep.recovery.restore import Impossible, Plan, plan
 from everstep.recovery.transfer import Exchange
+from everstep.recovery.underway import anything_kept
 
 # How long a failed collective waits to hear of the fault behind it before it reports itself.
 _HEARSAY = 5.0
-# Seconds after an abort in which a collective must have failed; it takes milliseconds.
-_STUCK = 20.0
+# How often one looks for a collective that will not end by itself.
+_WATCH = 2.0
 # How often a broken group, with no fault known to the launcher, is put down to the network.
 _TRIES = 3
 
@@ -122,15 +123,13 @@ class Seat:
         inside = self._inside
         if inside is not None and inside.generation < generation:
             inside.abort()
-            watch = threading.Timer(_STUCK, self._end_if_stuck, (inside,))
-            watch.daemon = True
-            watch.start()
+            threading.Thread(target=self._free, args=(inside,), name="everstep-free", daemon=True).start()
         self._exchange.abort()
         self._control.send(m.AbortDone(generation, time.monotonic() - began))
 
-    def _end_if_stuck(self, inside: Inside) -> None:
+    def _free(self, inside: Inside) -> None:
         """A collective that nothing frees would hold up everybody: rather be lost, and replaced."""
-        if inside is self._inside and inside.stuck():
+        if not inside.release() and inside is self._inside:
             print(
                 f"everstep: rank {self.rank} cannot be freed from a collective of generation "
                 f"{inside.generation}: this worker gives up its place",
@@ -138,6 +137,15 @@ class Seat:
                 flush=True,
             )
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self) -> None:
+        """In a thread of its own: break off what will not end by itself, though nobody was lost."""
+        while True:
+            time.sleep(_WATCH)
+            inside = self._inside
+            if inside is not None and inside.overdue():
+                inside.abort()
+                self._free(inside)
 
     # --- joining --------------------------------------------------------------------------------
 
@@ -316,8 +324,8 @@ class Seat:
 
     @property
     def has_strays(self) -> bool:
-        """Is a thread left that builds a group which nobody waits for any more?"""
-        return any(inside.building for inside in self._strays)
+        """Is a thread left in gloo that nobody waits for any more?"""
+        return anything_kept() or any(inside.building for inside in self._strays)
 
     def forget(self) -> None:
         """In a forked child: what belongs to the parent is closed here."""

@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import struct
+import threading
 from collections.abc import Iterable
 
 
@@ -45,6 +46,7 @@ class Sockets:
         self._kept: list[socket.socket] | None = None
         self._numbers: dict[int, int] = {}  # gloo's own descriptors -> inode
         self._poll = select.poll()
+        self._polling = threading.Lock()  # a poll object is one thread's at a time
 
     def keep(self, published: Iterable[bytes]) -> None:
         """Take a duplicate of each socket now: later, its number may be another descriptor's."""
@@ -54,10 +56,12 @@ class Sockets:
 
     def broken(self) -> bool:
         """Has a peer closed one of them, or have we? Costs one system call."""
-        return bool(self._kept) and bool(self._poll.poll(0))
+        with self._polling:
+            return bool(self._kept) and bool(self._poll.poll(0))
 
     def forget(self) -> None:
         """In a forked child: close what it has inherited, or its dead parent's peers would wait for it."""
+        self._polling = threading.Lock()  # a thread that the child does not have may have held it
         for fd, inode in self._numbers.items():
             with contextlib.suppress(OSError):
                 if os.fstat(fd).st_ino == inode:  # gloo may have closed it, and its number be someone else's
@@ -75,11 +79,12 @@ class Sockets:
 
     def close(self) -> None:
         """Give the duplicates back."""
-        for sock in self._kept or ():
-            sock.close()
-        self._kept = []
-        self._numbers = {}
-        self._poll = select.poll()
+        with self._polling:
+            for sock in self._kept or ():
+                sock.close()
+            self._kept = []
+            self._numbers = {}
+            self._poll = select.poll()
 
     def _find(self, published: Iterable[bytes]) -> list[socket.socket]:
         entries = list(published)
