@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 
 from everstep.healthcheck import child
@@ -74,7 +74,9 @@ def _results(answer: Answer) -> tuple[Result, ...]:
     return answer.report.results if answer.report else ()
 
 
-async def watch(every_s: float = EVERY_S, *, argv: Sequence[str] | None = None) -> AsyncIterator[Verdict]:
+async def watch(
+    every_s: float = EVERY_S, *, argv: Sequence[str] | None = None
+) -> AsyncGenerator[Verdict, None]:
     """A verdict on this node every `every_s` seconds, for as long as it is iterated over.
 
     One process does all the checks, so Python starts once. Where it ends it is started again, ever later.
@@ -105,7 +107,7 @@ async def watch(every_s: float = EVERY_S, *, argv: Sequence[str] | None = None) 
         pause = min(2 * pause, longest)
 
 
-async def _verdicts(process: asyncio.subprocess.Process) -> AsyncIterator[Verdict]:
+async def _verdicts(process: asyncio.subprocess.Process) -> AsyncGenerator[Verdict, None]:
     if process.stdout is None:
         return
     while True:

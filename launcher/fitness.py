@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 
 from everstep.healthcheck import api
@@ -22,8 +23,10 @@ async def examine(level: str, say: Callable[[str], None]) -> str:
 
 async def watch(unfit: str, every: float, tell: Callable[[m.Health], Awaitable[None]]) -> None:
     """Look every so many seconds, and tell whenever that changes, until cancelled."""
-    async for verdict in api.watch(every):
-        now = "" if verdict.fit else verdict.reason
-        if now != unfit and not verdict.faults:
-            unfit = now
-            await tell(m.Health(unfit))
+    # Closed here and now, wherever we are cancelled: its process is not to be left to whoever ends the rest.
+    async with contextlib.aclosing(api.watch(every)) as verdicts:
+        async for verdict in verdicts:
+            now = "" if verdict.fit else verdict.reason
+            if now != unfit and not verdict.faults:
+                unfit = now
+                await tell(m.Health(unfit))

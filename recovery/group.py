@@ -24,7 +24,7 @@ from everstep.launcher import messages as m
 from everstep.recovery.control import Control
 from everstep.recovery.errors import Fault, UsageError
 from everstep.recovery.sockets import Sockets
-from everstep.recovery.underway import FOREVER, Underway, runners
+from everstep.recovery.underway import FOREVER, THREADS, Underway, runners
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, Store, Work
 
 BACKEND = "everstep"
@@ -143,7 +143,7 @@ class Inside:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = CONNECT
-        options._threads = 2
+        options._threads = THREADS
         store = PrefixStore(f"everstep/{self.generation}/cpu", self._store)
         others = runners()
         gloo = dist.ProcessGroupGloo(store, rank, world, options)

@@ -28,6 +28,8 @@ from torch._C._distributed_c10d import Work
 
 # Gloo must never come back to a collective that was given up, so it has no time-out of its own: see `late`.
 FOREVER = timedelta(days=3650)
+# Threads that run a group's collectives.
+THREADS = 2
 # The tag of a message that nobody sends.
 _NOBODYS_TAG = 0x7E57
 # So many collectives are noted before those that are over are forgotten.
@@ -64,13 +66,14 @@ class Underway:
     """The collectives of one gloo group."""
 
     def __init__(self, gloo: Any, rank: int, world: int, before: set[int]) -> None:
-        """`before` are the `runners()` from before the group was built."""
+        """`before` are the `runners()` from before the group was built with as many threads as THREADS."""
         self._gloo = gloo
         self._peers = [peer for peer in range(world) if peer != rank]
-        self._threads = runners() - before
+        self._before = before
         self._launched: list[_Launched] = []
         self._listing = threading.Lock()
         self._releasing = threading.Lock()
+        self._failed = threading.Event()
         self._given_up = 0
 
     def note(self, name: str, work: Any, tensors: Any) -> Work:
@@ -103,10 +106,13 @@ class Underway:
         for peer in self._peers if gloo is not None else ():
             with contextlib.suppress(RuntimeError):
                 gloo.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        self._failed.set()
 
     def release(self, patience: float = _PATIENCE) -> bool:
         """After `fail`: wait until all have ended, and end those that never will. False: it took too long."""
         began = time.monotonic()
+        if not self._failed.wait(patience):  # another thread's business; before that one may only be waiting
+            return False
         with self._releasing:
             while self._left():
                 waited = time.monotonic() - began
@@ -119,10 +125,14 @@ class Underway:
     def _give_up(self, waited: float) -> None:
         left = self._left()
         collectives = [x for x in left if isinstance(x, _Collective)]
-        idle, stuck = waiting(self._threads)
+        threads = (
+            runners() - self._before
+        )  # they give themselves their name, some time after the group is built
+        idle, stuck = waiting(threads)
         if (
             collectives
-            and idle + stuck == len(self._threads)
+            and stuck
+            and idle + stuck == len(threads) >= THREADS
             # Where a thread has nothing to do nothing is queued: what is left is what the others are in.
             and (not idle or stuck == self._given_up + len(collectives))
             and not any(x.over for x in collectives)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 
 import pytest
+from everstep.healthcheck import api
+from everstep.launcher import fitness
+from everstep.launcher import messages as m
 
 LIFE = """
 import asyncio, socket, sys
@@ -49,3 +54,32 @@ def test_health_checks_that_break_down_change_neither_the_end_nor_the_code(exami
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_checks_process_has_ended_when_their_watch_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever that happens, in telling too: it is reaped there, and by nobody else."""
+    ended = False
+
+    async def verdicts(every: float) -> AsyncGenerator[api.Verdict, None]:
+        nonlocal ended
+        try:
+            yield api.Verdict(False, "the GPU is gone")
+        finally:
+            await asyncio.sleep(0)
+            ended = True
+
+    async def scene() -> None:
+        telling = asyncio.Event()
+
+        async def tell(message: m.Health) -> None:
+            telling.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(fitness.watch("", 1.0, tell))
+        await telling.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert ended
+
+    monkeypatch.setattr(api, "watch", verdicts)
+    asyncio.run(scene())
