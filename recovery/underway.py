@@ -74,7 +74,8 @@ class Underway:
         self._listing = threading.Lock()
         self._releasing = threading.Lock()
         self._failed = threading.Event()
-        self._given_up = 0
+        self._given_up = 0  # each a thread's that does not come back
+        self._keep = False
 
     def note(self, name: str, work: Any, tensors: Any) -> Work:
         """The collective `name` was launched: what is handed out in the place of gloo's own handle."""
@@ -125,9 +126,8 @@ class Underway:
     def _give_up(self, waited: float) -> None:
         left = self._left()
         collectives = [x for x in left if isinstance(x, _Collective)]
-        threads = (
-            runners() - self._before
-        )  # they give themselves their name, some time after the group is built
+        # Asked now: they give themselves their name, some time after the group was built.
+        threads = runners() - self._before
         idle, stuck = waiting(threads)
         if (
             collectives
@@ -138,17 +138,18 @@ class Underway:
             and not any(x.over for x in collectives)
         ):
             self._given_up += len(collectives)
+            self._keep = True
             for x in collectives:
                 x.give_up()
         if waited > _MESSAGE:
-            for x in left:
-                if isinstance(x, _Message):
-                    x.give_up()
-                    self._given_up += 1
+            for message in left:
+                if isinstance(message, _Message):
+                    message.give_up()
+                    self._keep = True
 
     def close(self) -> None:
         """Let gloo's objects go, or keep them where a thread is inside."""
-        if not self.release() or self._given_up:
+        if not self.release() or self._keep:
             for x in (self._gloo, self._launched):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))  # not even at Python's end
             _kept.append(self._gloo)
