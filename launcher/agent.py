@@ -68,6 +68,8 @@ class Agent:
         self._pipes: dict[int, int] = {}
         self._asked: dict[int, float] = {}  # signals that were heeded, and when
         self._winding = False
+        self._last_act: asyncio.Future[None] = self._loop.create_future()
+        self._last_act.set_result(None)
 
     async def run(self) -> int:
         adopt_orphans()
@@ -92,6 +94,7 @@ class Agent:
         for task in tasks[2:]:  # the health checks: their process is to end before all that is left is ended
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # one that broke down is no reason to stay
+        await self._last_act
         await self._stop_workers()
         if self._pipes:
             self._relay.drain(1.0)
@@ -219,6 +222,8 @@ class Agent:
             f"error: {node}: nothing was heard of the coordinator at {host}:{port} for {limit:.0f} s; "
             "this node's workers are stopped: requeue the run (exit code 75)"
         )
+        if self._admitted and self._post.forsaken is not None:
+            self._last_act = asyncio.ensure_future(asyncio.to_thread(self._post.forsaken))
         return 75
 
     def _patience(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Post:
     problem: str = ""
     code: int = 64
     joiner: bool = False  # of a replacement node, which comes to a run that is under way
+    forsaken: Callable[[], None] | None = None  # what is left to do for the run where its coordinator is lost
     deaf: bool = False  # Slurm signals every process of a step, and workers leave that to their agent
     # The coordinator's, in a Slurm job: what it can be asked for, by whom, and where its history is kept.
     here: Here = Here()  # noqa: RUF009

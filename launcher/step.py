@@ -181,6 +181,7 @@ def agent_main() -> int:
             address="127.0.0.1",
             spare=index >= orders.nnodes - orders.options.spare_nodes,
             bind="*",
+            forsaken=cancel_what_waits if index else None,
             deaf=True,
         )
         try:
@@ -201,7 +202,7 @@ def agent_main() -> int:
         return code
 
     def cancel_what_waits() -> None:
-        """The coordinator was killed outright: nobody else knows of a replacement job in the queue."""
+        """The coordinator is gone without a word: nobody else knows of a replacement job in the queue."""
         name = job_name(int(os.environ.get("SLURM_JOB_ID", "0")))
         argv = ["scancel", f"--name={name}", f"--user={os.getuid()}", "--state=PENDING", "--quiet"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -11,6 +13,7 @@ import pytest
 from everstep.healthcheck import api
 from everstep.launcher import fitness
 from everstep.launcher import messages as m
+from everstep.launcher.keys import new_secret
 
 LIFE = """
 import asyncio, socket, sys
@@ -83,3 +86,46 @@ def test_the_checks_process_has_ended_when_their_watch_is_cancelled(monkeypatch:
 
     monkeypatch.setattr(api, "watch", verdicts)
     asyncio.run(scene())
+
+
+TWO = """
+import asyncio, os, socket, sys
+from everstep.launcher import torchrun
+from everstep.launcher.agent import serve
+from everstep.launcher.options import RunOptions
+from everstep.launcher.post import Post
+
+index, port = int(sys.argv[1]), int(sys.argv[2])
+post = Post(
+    node=f"n{index}", index=index, nnodes=2, options=RunOptions(standby=0, health="off"), run_id="r",
+    spec=torchrun.WorkerSpec(nproc_per_node=1, command=("sh", "-c", "echo begun; exec sleep 60"), plain=True),
+    coordinator=("127.0.0.1", port), address="127.0.0.1", forsaken=lambda: print("forsaken", flush=True),
+)
+sys.exit(asyncio.run(serve(post, os.environ["SECRET"])))
+"""
+
+
+def test_an_agent_that_loses_its_coordinator_does_what_is_left_to_do_for_the_run() -> None:
+    """In a Slurm job: cancel the replacement that waits in the queue, since nobody else would."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "SECRET": new_secret()}
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, str(index), str(port)], env=env, stdout=subprocess.PIPE, text=True
+        )
+        for index in range(2)
+    ]
+    try:
+        assert agents[1].stdout is not None
+        for line in agents[1].stdout:
+            if "begun" in line:
+                break
+        agents[0].kill()
+        said, _ = agents[1].communicate(timeout=60)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert agents[1].returncode == 75
+    assert "forsaken" in said
