@@ -24,10 +24,12 @@ from everstep.launcher import messages as m
 from everstep.recovery.control import Control
 from everstep.recovery.errors import Fault, UsageError
 from everstep.recovery.sockets import Sockets
-from everstep.recovery.underway import FOREVER, THREADS, Underway, runners
+from everstep.recovery.underway import FOREVER, PATIENCE, THREADS, Underway, runners
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, Store, Work
 
 BACKEND = "everstep"
+# So many of NCCL's collectives are noted before those that are over are forgotten.
+_NOTED = 16
 # How long building a group may take, where nothing aborts it.
 CONNECT = timedelta(seconds=60)
 # As torch's own default for collectives; hangs are noticed by the launcher, much earlier.
@@ -115,6 +117,7 @@ class Inside:
         self._shut = False
         self._thread: threading.Thread | None = None
         self._underway: Underway | None = None
+        self._others: list[Any] = []  # NCCL's collectives under way
 
     def connect(self) -> None:
         """Build the communicators. Raises Fault as soon as the next generation begins.
@@ -182,12 +185,22 @@ class Inside:
     def launched(self, name: str, work: Any, args: tuple[Any, ...]) -> Any:
         """The collective `name` was launched; its handle, to be handed out."""
         if self._underway is None or not _on_cpu(args, alone=len(self._backends) == 1):
+            if len(self._others) >= _NOTED:
+                self._others = [x for x in self._others if not x.is_completed()]
+            self._others.append(work)
             return work
         return self._underway.note(name, work, args[0] if args else [])
 
     def release(self) -> bool:
         """After `abort`: end the collectives that nothing else would. False: one could not be ended."""
-        return self._underway is None or self._underway.release()
+        until = time.monotonic() + PATIENCE
+        if self._underway is not None and not self._underway.release():
+            return False
+        while not all(x.is_completed() for x in list(self._others)):  # NCCL's own abort is to end them
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
 
     def overdue(self) -> bool:
         """Is there a collective that will not end by itself, or has taken far too long?"""
@@ -208,6 +221,7 @@ class Inside:
         self.abort()
         if self._underway is not None:
             self._underway.close()
+        self._others = []
         self._backends.clear()
         self.group = None
         self._sockets.close()

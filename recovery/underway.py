@@ -35,7 +35,7 @@ _NOBODYS_TAG = 0x7E57
 # So many collectives are noted before those that are over are forgotten.
 _NOTED = 16
 # The longest that one looks for the end of collectives which are broken off; it takes milliseconds.
-_PATIENCE = 20.0
+PATIENCE = 20.0
 # Those whose handle has no future, and the seconds in which they must have failed once all is closed.
 _MESSAGE = 1.0
 _WITHOUT_FUTURE = frozenset(
@@ -109,7 +109,7 @@ class Underway:
                 gloo.recv([torch.empty(1)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         self._failed.set()
 
-    def release(self, patience: float = _PATIENCE) -> bool:
+    def release(self, patience: float = PATIENCE) -> bool:
         """After `fail`: wait until all have ended, and end those that never will. False: it took too long."""
         began = time.monotonic()
         if not self._failed.wait(patience):  # another thread's business; before that one may only be waiting

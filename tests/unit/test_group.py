@@ -324,6 +324,28 @@ def test_a_collective_that_cannot_be_ended_is_known(three: Any) -> None:
     insides[0]._underway._launched.clear()  # type: ignore[union-attr]
 
 
+def test_a_collective_of_nccl_that_its_abort_does_not_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played: there is no CUDA here. The rank gives up its place rather than hold up everybody."""
+
+    class Handle:
+        over = False
+
+        def is_completed(self) -> bool:
+            return self.over
+
+    monkeypatch.setattr("everstep.recovery.group.PATIENCE", 0.1)
+    inside = connected(Party(1))[0]
+    handle = Handle()
+    inside._backends.append(None)  # gloo is not alone
+    assert inside.launched("barrier", handle, ()) is handle
+    inside._backends.pop()
+    inside.abort()
+    assert not inside.release()
+    handle.over = True
+    assert inside.release()
+    inside.close()
+
+
 def test_a_collective_that_only_waits_for_its_peers_is_not_given_up(three: Any) -> None:
     """As long as a connection is open, gloo may come back to it, and would find its future taken."""
     _, insides, groups = three
