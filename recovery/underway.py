@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +33,6 @@ FOREVER = timedelta(days=3650)
 THREADS = 2
 # The tag of a message that nobody sends.
 _NOBODYS_TAG = 0x7E57
-# So many collectives are noted before those that are over are forgotten.
-_NOTED = 16
 # The longest that one looks for the end of collectives which are broken off; it takes milliseconds.
 PATIENCE = 20.0
 # Those whose handle has no future, and the seconds in which they must have failed once all is closed.
@@ -70,7 +69,7 @@ class Underway:
         self._gloo = gloo
         self._peers = [peer for peer in range(world) if peer != rank]
         self._before = before
-        self._launched: list[_Launched] = []
+        self._launched: deque[_Launched] = deque()
         self._listing = threading.Lock()
         self._releasing = threading.Lock()
         self._failed = threading.Event()
@@ -81,8 +80,9 @@ class Underway:
         """The collective `name` was launched: what is handed out in the place of gloo's own handle."""
         launched = (_Message if name in _WITHOUT_FUTURE else _Collective)(work, tensors)
         with self._listing:
-            if len(self._launched) >= _NOTED:
-                self._launched = [x for x in self._launched if not x.is_completed()]
+            # They end in order, nearly; what is noted keeps its tensors.
+            while self._launched and self._launched[0].is_completed():
+                self._launched.popleft()
             self._launched.append(launched)
         if self._given_up:  # there may be no thread left to run it
             threading.Thread(target=self.release, name="everstep-release", daemon=True).start()
@@ -153,7 +153,7 @@ class Underway:
             for x in (self._gloo, self._launched):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))  # not even at Python's end
             _kept.append(self._gloo)
-        self._launched = []
+        self._launched = deque()
         self._gloo = None
 
 
