@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from everstep.healthcheck.errors import Absent, TimedOut
 from everstep.healthcheck.history import History
-from everstep.healthcheck.readers import dcgm, links, neuron, proc
+from everstep.healthcheck.readers import dcgm, links, neuron, pci, proc
 from everstep.healthcheck.readers import ports as ports_reader
 from everstep.healthcheck.readers import smi as smi_reader
 from everstep.healthcheck.readers.kernel_log import KernelLog
@@ -138,21 +138,7 @@ class Facts:
     @property
     def gpus_on_the_bus(self) -> list[str]:
         """The PCI device numbers of the NVIDIA GPUs on the bus, whatever the driver says."""
-
-        def make() -> list[str]:
-            found = []
-            for each in self.runner.names("/sys/bus/pci/devices"):
-                folder = f"/sys/bus/pci/devices/{each}"
-                # 0x03: display controllers; NVSwitches are bridges. Another driver's is a VM's, say.
-                if (
-                    self.text(f"{folder}/vendor") == "0x10de"
-                    and (self.text(f"{folder}/class") or "").startswith("0x03")
-                    and self.runner.link(f"{folder}/driver") in (None, "nvidia")
-                ):
-                    found.append(self.text(f"{folder}/device") or "")
-            return found
-
-        return self.once("PCI bus", make)
+        return self.once("PCI bus", lambda: pci.gpus(self.runner))
 
     @property
     def no_gpu_on_the_bus(self) -> bool:

@@ -78,6 +78,7 @@ OURS = (
     "storage",
     "host",
     "host_log",
+    "disk_log",
     "active",
 )
 """The modules of checks of this package."""

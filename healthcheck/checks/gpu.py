@@ -25,6 +25,7 @@ EXIT_CODES: dict[int, tuple[str, Severity | None]] = {
 
 _LOST = (b"GPU is lost", b"Unable to determine the device handle")
 _NOTHING_THERE = (6, 9, 12)
+_NOT_RUN = (126, 127)
 
 
 @check(
@@ -47,6 +48,8 @@ def gpu_smi(facts: Facts, profile: Profile) -> Result:
     if ran.code in _NOTHING_THERE and profile.gpu.count is None and facts.no_gpu_on_the_bus:
         return skip("nvidia-smi is here, and no GPU on the PCI bus")
     said = f" ({ran.said})" if ran.code and ran.said else ""
+    if ran.code in _NOT_RUN:  # by the shell or the kernel: nothing has asked the driver, which may be sound
+        return warn(f"nvidia-smi cannot be run (exit code {ran.code}): mend the tool{said}", value=ran.code)
     if ran.code in EXIT_CODES:
         words, severity = EXIT_CODES[ran.code]
         reason = f"nvidia-smi {words}{said}"

@@ -11,7 +11,7 @@ from ClusterShell.NodeSet import NodeSet, NodeSetException, NodeSetParseError
 from everstep.recovery.errors import UsageError
 
 MOST_HOSTS = 100_000
-"""In one list: Slurm itself knows 65,536 nodes at the most, and a slip of the finger names a thousand million."""
+"""In one list: Slurm knows 65,536 nodes at the most, and a slip of the finger names a thousand million."""
 
 
 class SlurmError(UsageError):
@@ -255,7 +255,8 @@ def expand(hostlist: str) -> tuple[str, ...]:
     named = _most_named(hostlist)
     if named > MOST_HOSTS:
         raise UsageError(
-            f"{hostlist[:80]!r} names {named:,} hosts, and {MOST_HOSTS:,} are the most: name fewer, such as n[1-4,7]"
+            f"{hostlist[:80]!r} names {named:,} hosts, and {MOST_HOSTS:,} are the most: name fewer, such as "
+            "n[1-4,7]"
         )
     names: dict[str, None] = {}
     try:
@@ -272,7 +273,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def _most_named(hostlist: str) -> int:
-    """No fewer than the names in a list of hosts, told from its brackets: NodeSet would make every name first."""
+    """No fewer than the names in a list of hosts, by its brackets: NodeSet would make every name first."""
     total = 0
     for part in (each for text in _parts(hostlist) for each in re.split("[!&^]", text)):
         named = 1
