@@ -58,11 +58,13 @@ class Facts:
     """Unix seconds."""
     history: History = field(default_factory=History)
     limits: Limits = field(default_factory=Limits)
-    idle_gpus: frozenset[int] | None = None
-    """The GPUs on which nothing may run now, as in a Prolog; None where that is not known."""
+    idle_gpus: frozenset[int | str] | None = None
+    """The GPUs on which nothing may run now, as in a Prolog, by number or UUID; None: that is not known."""
     sleep: Callable[[float], None] = time.sleep
     wait: float | None = None
     """How long one thread waits for another that reads the same fact."""
+    end: float | None = None
+    """When the whole run is to be over, by the monotonic clock."""
     _kept: dict[str, Any] = field(default_factory=dict, repr=False)
     _locks: dict[str, threading.Lock] = field(default_factory=dict, repr=False)
     _guard: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -85,6 +87,10 @@ class Facts:
         if isinstance(kept, Absent):
             raise kept
         return kept  # type: ignore[no-any-return]
+
+    def left(self) -> float:
+        """How many seconds the whole run has left."""
+        return float("inf") if self.end is None else self.end - time.monotonic()
 
     def begin(self) -> None:
         """Start the slow readings in the background, so that they go on side by side with all else."""
