@@ -19,13 +19,17 @@ OOM = Pattern(
     regex=rb"(?<!cgroup )[Oo]ut of memory: Kill(?:ed)? process (\d+) \(([^)\n]{0,64})\)"
     rb"(?:[^\n]{0,200}?\bUID[: ](\d+))?",
 )
-# `{1}[Hardware Error]: …` is of a record that the firmware reports: all its lines have its number.
 MACHINE_CHECK = Pattern(
     b"[Hardware Error]",
     b"EDAC MC",
     b"mce: Uncorrected",
-    regex=rb"(?:\{(\d+)\})?\[Hardware Error\]: ([^\n]{0,60})|EDAC (MC\d+): \d+ (UE|CE)\b"
-    rb"|(mce: Uncorrected[^\n]{0,60})",
+    regex=rb"\[Hardware Error\]: ([^\n]{0,60})|EDAC (MC\d+): \d+ (UE|CE)\b|(mce: Uncorrected[^\n]{0,60})",
+)
+# A record of the firmware's has many lines: how grave it is comes before what it is about.
+MULTI_BIT = Pattern(
+    b"multi-bit ECC",
+    regex=rb"event severity: (\w{1,20})[^\n]{0,80}\n"
+    rb"(?:(?![^\n]{0,200}event severity:)[^\n]{0,300}\n){0,20}?[^\n]{0,200}(?:multi-bit ECC)",
 )
 BERT = Pattern(b"BERT: Error records", regex=rb"(BERT: Error records)")
 HUNG_TASK = Pattern(
@@ -51,6 +55,7 @@ _BOOTING_S = 30.0
 """Hardware errors that are told of so soon after a boot were left over from before it."""
 _BERT_S = 5.0
 _RECENT_S = 300.0
+_NOT_CORRECTED = ("recoverable", "fatal")
 _BANK = re.compile(r"\bBank \d+: ([0-9a-f]{16})\b")
 _MCE_UNCORRECTED = 1 << 61  # of a bank's status
 _CORRECTED = re.compile(r"\b[Cc]orrected|\bCE\b|Machine check events logged")
@@ -120,35 +125,29 @@ def _needed(name: str, uid: str) -> bool:
 )
 def host_machine_check(facts: Facts, profile: Profile) -> Iterable[Result]:
     """The kernel tells of no uncorrected hardware error."""
-    log = facts.kernel_log
-    events = log.find(
-        MACHINE_CHECK, within=_within(profile), key=lambda groups: (_kind(groups[1:]), groups[0])
-    )
-    # What the firmware has corrected says so in another line of the same record.
-    corrected = {record for kind, record in (event.key for event in events) if kind == "corrected"}
-    uncorrected = [
-        event
-        for event in events
-        if event.key[0] == "uncorrected" or (event.key[0] == "multi-bit" and event.key[1] not in corrected)
-    ]
+    log, within = facts.kernel_log, _within(profile)
+    events = log.find(MACHINE_CHECK, within=within, key=lambda groups: (_kind(groups),))
+    # Several bits are a module's own fault, of which EDAC says UE, unless the firmware could correct them.
+    records = [event for event in log.find(MULTI_BIT, within=within) if event.key[0] in _NOT_CORRECTED]
+    uncorrected = [event for event in events if event.key[0] == "uncorrected"] + records
     if uncorrected:
-        # In the order of their last coming: one after the boot says more than those that were left over.
-        last = uncorrected[-1]
-        words = f"{last.text[:120]}{_when(last)}"
-        count = sum(event.count for event in uncorrected)
+        # One after the boot says more than those that were left over from before it.
+        last = min(uncorrected, key=lambda event: -1.0 if event.age is None else event.age)
+        about = "multi-bit ECC, " if last in records else ""
+        words = f"{about}{last.text[:120]}{_when(last)}"
         if _left_over(log, last):
-            words = f"uncorrected hardware error before this boot: replace it if it comes again: {words}"
-            return [warn(words, value=count)]
-        return [critical(f"uncorrected hardware error: replace: {words}", Severity.REPLACE, value=count)]
-    for kind, words in (
+            return [
+                warn(f"uncorrected hardware error before this boot: replace it if it comes again: {words}")
+            ]
+        return [critical(f"uncorrected hardware error: replace: {words}", Severity.REPLACE)]
+    for kind, what in (
         ("recovered", "hardware error that the kernel recovered from"),
         ("corrected", "corrected hardware error"),
-        ("multi-bit", "corrected hardware error"),
         ("detail", "corrected hardware error"),
     ):
         if others := [event for event in events if event.key[0] == kind]:
-            text = f"{words}: {others[-1].text[:120]}{_when(others[-1])}"
-            return [warn(text, value=sum(event.count for event in others))]
+            text = f"{what}: {others[-1].text[:120]}{_when(others[-1])}"
+            return [warn(text, value=others[-1].count)]
     return [ok("none")]
 
 
@@ -158,8 +157,6 @@ def _kind(groups: tuple[str, ...]) -> str:
     bank = _BANK.search(text)
     if _UNCORRECTED.search(text) or (bank and int(bank[1], 16) & _MCE_UNCORRECTED):
         return "uncorrected"
-    if "multi-bit ECC" in text:  # a module's own word for it; EDAC says UE of the same
-        return "multi-bit"
     if "severity: recoverable" in text:  # of a PCIe device or a bus, say
         return "recovered"
     return "corrected" if bank or _CORRECTED.search(text) else "detail"

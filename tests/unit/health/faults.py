@@ -350,6 +350,8 @@ FAULTS: dict[str, Fault] = {
         "cpu",
         log(
             "{7}[Hardware Error]: event severity: recoverable",
+            "{7}[Hardware Error]:  Error 0, type: recoverable",
+            "{7}[Hardware Error]:   section_type: memory error",
             "{7}[Hardware Error]:   error_type: 3, multi-bit ECC",
         ),
         severity="replace",

@@ -164,11 +164,26 @@ HARMLESS = {
         "host_machine_check",
         "cpu",
         log(
+            "{2}[Hardware Error]: event severity: recoverable",
+            "{2}[Hardware Error]:   section_type: PCIe error",
             "{3}[Hardware Error]: event severity: corrected",
             "{3}[Hardware Error]:   error_type: 3, multi-bit ECC",
         ),
         "warn",
-        "corrected",
+    ),
+    "several bits of the boot before": Harmless(
+        "host_machine_check",
+        "cpu",
+        both(
+            at_boot(41, "BERT: Error records from previous boot:"),
+            at_boot(
+                41.1,
+                "[Hardware Error]: event severity: recoverable",
+                "[Hardware Error]:   error_type: 3, multi-bit ECC",
+            ),
+        ),
+        "warn",
+        "before this boot",
     ),
     # File systems
     "a file system that was shut down, mended and mounted again": Harmless(
@@ -360,6 +375,7 @@ def test_a_device_is_known_by_its_class_whatever_its_driver(tmp_path: Path) -> N
         "aborting reset nvme nvme0 ",
         "NVRM: The NVIDIA GPU 0000:18:00.0 ",
         "[Hardware Error]: ",
+        "event severity: recoverable multi-bit ECC ",
         "Out of memory: Killed process 1 (a) ",
         "nfs: server ",
         "pcieport 0000:9b:00.0: PCIe Bus Error: severity=Uncorrect ",
