@@ -24,9 +24,9 @@ MOST_OUTPUT = 16 * 2**20  # bytes of one answer
 AGAIN_S = (1.0, 60.0)
 """How long to wait before a process that ended is started again: at first, and at the most."""
 
-NOT_FOR_A_RUN = frozenset({"host_slurmd", "host_munge", "gpu_count"})
-"""Checks that say nothing of a run: Slurm's own services, which it can do without, and the number of GPUs,
-since a job sees no others than its own (ConstrainDevices). Slurm's health program counts them all."""
+NOT_FOR_A_RUN = frozenset({"host_slurmd", "host_munge", "gpu_count", "gpu_init"})
+"""Checks that say nothing of a run: Slurm's own services, which it can do without, and whether all GPUs are
+there, since a job sees no others than its own (ConstrainDevices). Slurm's health program counts them all."""
 
 __all__ = ["Verdict", "command", "examine", "light", "verdict", "watch"]
 

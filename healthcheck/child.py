@@ -45,14 +45,24 @@ class _Prepared:
 
 
 def command(
-    level: str, *, limit_s: float | None = None, config: str | None = None, every_s: float = 0.0
+    level: str,
+    *,
+    limit_s: float | None = None,
+    config: str | None = None,
+    every_s: float = 0.0,
+    moment: bool = False,
 ) -> list[str]:
-    """The command line of such a process. With `every_s` it goes on until its standard input is closed."""
+    """The command line of such a process. With `every_s` it goes on until its standard input is closed.
+
+    With `moment` only what is about this very moment is looked at.
+    """
     words = [sys.executable, "-m", "everstep.healthcheck.child", "--level", level]
     if limit_s is not None:
         words += ["--limit", str(limit_s)]
     if config is not None:
         words += ["--config", config]
+    if moment:
+        words.append("--moment")
     if every_s:
         words += ["--every", str(every_s)]
     return words
@@ -63,11 +73,12 @@ def run(
     *,
     limit_s: float,
     config: str | None = None,
+    moment: bool = False,
     environ: Mapping[str, str] | None = None,
     argv: Sequence[str] | None = None,
 ) -> Answer:
     """Run the checks and take their answer. After `limit_s` seconds they are killed: a fault of ours."""
-    argv = list(argv) if argv is not None else command(level, limit_s=limit_s, config=config)
+    argv = list(argv) if argv is not None else command(level, limit_s=limit_s, config=config, moment=moment)
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -104,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the checks as the site's file says, print one JSON object a run."""
     options = _options(words)
     try:
-        prepared, faults = _prepare(options.level, options.limit, options.config)
+        prepared, faults = _prepare(options.level, options.limit, options.config, options.moment)
     except HealthError as error:
         print(json.dumps({"report": None, "faults": [str(error)]}), flush=True)
         return 0
@@ -122,30 +133,35 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
 
 
-def _prepare(level: str, limit_s: float | None, config: str | None) -> tuple[_Prepared, tuple[str, ...]]:
+def _prepare(
+    level: str, limit_s: float | None, config: str | None, moment: bool
+) -> tuple[_Prepared, tuple[str, ...]]:
     """What is the same in every run: the site's file, its checks and its profiles."""
-    from everstep.healthcheck import plugins, site
-    from everstep.healthcheck.cli_check import idle
+    from everstep.healthcheck import idle, plugins, site
     from everstep.healthcheck.examine import TOTAL_S, Request
     from everstep.healthcheck.registry import Level
 
     settings = site.load(config).site
     faults = plugins.load(settings)
+    gpus, more = idle.of_job(os.environ)
     which = Level[level.upper()]
     total = TOTAL_S.get(which)
     if limit_s is not None:
-        total = min(total or limit_s, max(1.0, limit_s - _SPARE_S))
+        most = max(1.0, limit_s - _SPARE_S)
+        # Where a job has just ended, its last processes get the time there is to be gone.
+        total = most if total is None or gpus is not None else min(total, most)
     request = Request(
         level=which,
         off=settings.off(),
         profile=settings.profile or "auto",
         root=Path(settings.root or "/"),
-        idle_gpus=idle(None),
+        idle_gpus=gpus,
+        moment=moment,
         site_profiles=plugins.profiles(settings),
         site_checks=False,  # they are in the register already
         total_s=total,
     )
-    return _Prepared(request, settings.node_name, settings.settings().report_only), faults
+    return _Prepared(request, settings.node_name, settings.settings().report_only), faults + more
 
 
 def _once(prepared: _Prepared, faults: tuple[str, ...]) -> dict[str, Any]:
@@ -169,6 +185,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--level", choices=["light", "full", "deep"], required=True)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--config")
+    parser.add_argument("--moment", action="store_true")
     parser.add_argument("--every", type=float, default=0.0)
     return parser.parse_args(words)
 

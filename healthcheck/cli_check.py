@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
+from everstep.healthcheck import idle as idle_gpus_of
 from everstep.healthcheck import registry
 from everstep.healthcheck.errors import HealthError
 from everstep.healthcheck.examine import Request, examine
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 )
 @click.option("--root", type=click.Path(path_type=Path), default=Path("/"), help="Examine a recorded node.")
 @click.option("--config", metavar="FILE", help="The site's file; only if it is named, with --root too.")
-@click.option("--idle-gpus", metavar="LIST", help="GPUs on which nothing may run now: 0,1 or all.")
+@click.option("--idle-gpus", metavar="LIST", help="GPUs on which nothing may run now: 0,2-3, UUIDs or all.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show passes and skips too.")
 @click.option("--list", "list_", is_flag=True, help="List the checks there are.")
@@ -55,17 +56,18 @@ def check(
     """Examine this node. Exit code: 0 ok, 1 warn, 2 critical, 3 wrong usage."""
     if list_:
         return _list()
+    gpus, faults = idle(idle_gpus)
     request = Request(
         level=Level[level.upper()],
         names=names,
         off=frozenset(off),
         profile=profile or "auto",
         root=root,
-        idle_gpus=idle(idle_gpus),
+        idle_gpus=gpus,
     )
-    faults: tuple[str, ...] = ()
     if root == Path("/") or config is not None:
-        request, faults = _as_the_site_says(request, profile, config)
+        request, more = _as_the_site_says(request, profile, config)
+        faults += more
     # So that what was started is ended when we are.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -141,18 +143,16 @@ def segment(files: tuple[BinaryIO, ...], as_json: bool) -> int:
     return max((each.exit_code for each in reports), default=0)
 
 
-def idle(words: str | None) -> frozenset[int] | None:
-    """The GPUs of `--idle-gpus`; without it those of the job in whose Prolog or Epilog we are."""
-    if words is None and os.environ.get("SLURM_SCRIPT_CONTEXT") in ("prolog_slurmd", "epilog_slurmd"):
-        words = os.environ.get("SLURM_JOB_GPUS")
-    if not words:
-        return None
-    if words == "all":
-        return frozenset(range(1024))
+def idle(words: str | None) -> tuple[frozenset[int | str] | None, tuple[str, ...]]:
+    """The GPUs of `--idle-gpus`; without it those of the job in whose Prolog or Epilog we are. And faults."""
+    if words is None:
+        return idle_gpus_of.of_job(os.environ)
     try:
-        return frozenset(int(each) for each in words.split(","))
+        return (idle_gpus_of.parse(words) if words else None), ()
     except ValueError:
-        raise HealthError(f"--idle-gpus wants numbers such as 0,1 or all, and got {words!r}") from None
+        raise HealthError(
+            f"--idle-gpus wants numbers such as 0,2-3, UUIDs such as GPU-1f2e3d4c, or all, and got {words!r}"
+        ) from None
 
 
 def _console() -> Console:

@@ -17,6 +17,7 @@ from everstep.launcher.slurm.cli_json import CliJson
 
 SHORTEST_S = 1.0
 """Between two looks of `--watch`: slurmctld has other things to do."""
+LONGEST_S = 86400.0
 
 
 def report(
@@ -34,8 +35,8 @@ def report(
     config: str | None,
 ) -> int:
     """Answer the question on the command line. Returns the worst node's exit code, or raises HealthError."""
-    if watch is not None and watch < SHORTEST_S:
-        raise HealthError(f"--watch {watch:g}: every {SHORTEST_S:g} s at the most")
+    if watch is not None and not SHORTEST_S <= watch <= LONGEST_S:  # which nan is not
+        raise HealthError(f"--watch {watch:g}: give seconds, from {SHORTEST_S:g} to {LONGEST_S:g}")
     ask.slurm_is_here()
     settings = site.load(config).site
     question = ask.Question(

@@ -38,9 +38,11 @@ class Request:
     """These checks only, whatever their level."""
     off: frozenset[str] = frozenset()
     """Not these."""
+    moment: bool = False
+    """Only those that are about this very moment: the rest has passed a moment ago."""
     profile: str = "auto"
     root: Path = Path("/")
-    idle_gpus: frozenset[int] | None = None
+    idle_gpus: frozenset[int | str] | None = None
     site_profiles: Mapping[str, str] | None = None
     """The site's profiles, TOML by name; None: those of the site's folder."""
     site_checks: bool = True
@@ -77,6 +79,7 @@ def examine(
         limits=Limits.of(level),
         idle_gpus=request.idle_gpus,
         sleep=sleep,
+        end=end,
     )
     facts.history = store.load(boot_id(runner))
     try:
@@ -95,12 +98,13 @@ def examine(
 def _examined(
     request: Request, checks: Mapping[str, Check], facts: Facts, end: float | None
 ) -> tuple[Profile, list[Result]]:
-    if not request.names:
+    if not request.names and not request.moment:
         facts.begin()
     runner = facts.runner
     site = read_folder(runner.path(SITE_FOLDER)) if request.site_profiles is None else request.site_profiles
     profile = find(request.profile, read_all(ours(), site), facts)
     chosen = registry.chosen(checks, request.level, request.names, profile.off | request.off)
+    chosen = [each for each in chosen if each.moment or not request.moment]
     return profile, _run_all(chosen, facts, profile, end)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from everstep.healthcheck.errors import Absent, TimedOut
 from everstep.healthcheck.history import History
-from everstep.healthcheck.readers import dcgm, links, neuron, proc
+from everstep.healthcheck.readers import dcgm, links, neuron, pci, proc
 from everstep.healthcheck.readers import ports as ports_reader
 from everstep.healthcheck.readers import smi as smi_reader
 from everstep.healthcheck.readers.kernel_log import KernelLog
@@ -58,11 +58,13 @@ class Facts:
     """Unix seconds."""
     history: History = field(default_factory=History)
     limits: Limits = field(default_factory=Limits)
-    idle_gpus: frozenset[int] | None = None
-    """The GPUs on which nothing may run now, as in a Prolog; None where that is not known."""
+    idle_gpus: frozenset[int | str] | None = None
+    """The GPUs on which nothing may run now, as in a Prolog, by number or UUID; None: that is not known."""
     sleep: Callable[[float], None] = time.sleep
     wait: float | None = None
     """How long one thread waits for another that reads the same fact."""
+    end: float | None = None
+    """When the whole run is to be over, by the monotonic clock."""
     _kept: dict[str, Any] = field(default_factory=dict, repr=False)
     _locks: dict[str, threading.Lock] = field(default_factory=dict, repr=False)
     _guard: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -85,6 +87,10 @@ class Facts:
         if isinstance(kept, Absent):
             raise kept
         return kept  # type: ignore[no-any-return]
+
+    def left(self) -> float:
+        """How many seconds the whole run has left."""
+        return float("inf") if self.end is None else self.end - time.monotonic()
 
     def begin(self) -> None:
         """Start the slow readings in the background, so that they go on side by side with all else."""
@@ -138,21 +144,7 @@ class Facts:
     @property
     def gpus_on_the_bus(self) -> list[str]:
         """The PCI device numbers of the NVIDIA GPUs on the bus, whatever the driver says."""
-
-        def make() -> list[str]:
-            found = []
-            for each in self.runner.names("/sys/bus/pci/devices"):
-                folder = f"/sys/bus/pci/devices/{each}"
-                # 0x03: display controllers; NVSwitches are bridges. Another driver's is a VM's, say.
-                if (
-                    self.text(f"{folder}/vendor") == "0x10de"
-                    and (self.text(f"{folder}/class") or "").startswith("0x03")
-                    and self.runner.link(f"{folder}/driver") in (None, "nvidia")
-                ):
-                    found.append(self.text(f"{folder}/device") or "")
-            return found
-
-        return self.once("PCI bus", make)
+        return self.once("PCI bus", lambda: pci.gpus(self.runner))
 
     @property
     def no_gpu_on_the_bus(self) -> bool:

@@ -57,8 +57,8 @@ class Machine:
 
     loaded: Loaded
     slurm: Slurm
-    checks: Callable[[str, float], Answer]
-    """(level, limit in seconds) -> what the checks said."""
+    checks: Callable[[str, float, bool], Answer]
+    """(level, limit in seconds, only what is about this moment) -> what the checks said."""
     clock: Callable[[], float] = time.time
     log: Callable[[str], None] = print
     boot: str = ""
@@ -77,7 +77,7 @@ def program(machine: Machine) -> int:
             machine.log("another run is under way: this one does nothing")
             return 0
         hook = machine.site.program
-        answer = machine.checks(hook.level, hook.limit_s)
+        answer = machine.checks(hook.level, hook.limit_s, False)
         node = _name(machine)
         settings = machine.site.settings(_after_boot())
         history, lost = _read_history(machine)
@@ -150,16 +150,18 @@ def _before_or_after(machine: Machine, by: str, hook: site.Hook) -> int:
     settings = machine.site.settings()
     last = _read_last(machine)
     keep_s = machine.site.policy.keep_pass_s
-    if last is not None and fresh_pass(
+    kept = last is not None and fresh_pass(
         last.at,
         last.boot,
         last.report.status < Status.CRITICAL,
         now=machine.clock(),
         now_boot=machine.boot,
         keep_s=keep_s,
-    ):
+    )
+    # A pass of a minute ago says nothing of what a job has left on its GPUs since.
+    if kept and not machine.environ.get("SLURM_JOB_GPUS"):
         return 0
-    answer = machine.checks(hook.level, hook.limit_s)
+    answer = machine.checks(hook.level, hook.limit_s, kept)
     for fault in answer.faults:
         machine.log(f"a fault of our own, which refuses nothing: {fault}")
     if answer.report is None:
@@ -167,15 +169,24 @@ def _before_or_after(machine: Machine, by: str, hook: site.Hook) -> int:
     why = refuse(answer.report.results, settings)
     job = machine.environ.get("SLURM_JOB_ID", "")
     action = f"{by} refused job {job}".strip() if why else ""
-    record = _record(machine, answer.report, by, action, answer.faults)
-    if (kept := keep_last(last, record)) is record:
-        _leave(machine, kept)
+    report = _with(last.report, answer.report) if kept and last is not None else answer.report
+    record = _record(machine, report, by, action, answer.faults)
+    # A look at this moment alone makes no new pass.
+    if keep_last(last, record) is record and (not kept or report.status is Status.CRITICAL):
+        _leave(machine, record)
     if why:
         machine.log(f"{action}: {why}")
         return 1
     for found in answer.report.findings if settings.mode is not Mode.DRAIN else ():
         machine.log(f"mode {settings.mode.value}, not refused: {found.check} {found.device} {found.reason}")
     return 0
+
+
+def _with(whole: Report, part: Report) -> Report:
+    """The whole, with what a part of it says now."""
+    names = {each.check for each in part.results}
+    rest = tuple(each for each in whole.results if each.check not in names)
+    return replace(whole, results=rest + part.results)
 
 
 def _carry_out(machine: Machine, node: str, decision: Decision) -> tuple[str, ...]:
@@ -329,7 +340,7 @@ def _machine(config: str | None, log: Callable[[str], None]) -> Machine:
     return Machine(
         loaded=loaded,
         slurm=SlurmNode(loaded.site.slurm_field),
-        checks=lambda level, limit_s: child.run(level, limit_s=limit_s, config=config),
+        checks=lambda level, limit_s, moment: child.run(level, limit_s=limit_s, config=config, moment=moment),
         log=log,
         boot=boot_id(System(Path(loaded.site.root or "/"))),
         environ=os.environ,

@@ -57,6 +57,8 @@ class Check:
     """gpu, neuron, network, host, active or site."""
     events: bool = False
     """It reads events, which grow old: that it passes again mends nothing until the node has booted."""
+    moment: bool = False
+    """It is about this very moment: no pass of a minute ago stands for it."""
 
     @property
     def title(self) -> str:
@@ -68,6 +70,7 @@ REGISTER: dict[str, Check] = {}
 
 OURS = (
     "gpu",
+    "gpu_processes",
     "gpu_memory",
     "gpu_load",
     "gpu_links",
@@ -78,6 +81,7 @@ OURS = (
     "storage",
     "host",
     "host_log",
+    "disk_log",
     "active",
 )
 """The modules of checks of this package."""
@@ -91,6 +95,7 @@ def check(
     action: str,
     about: str = "site",
     events: bool = False,
+    moment: bool = False,
     register: dict[str, Check] = REGISTER,
 ) -> Callable[[Function], Function]:
     """Register a function `(facts, profile) -> Result | Iterable[Result]` as a check."""
@@ -101,7 +106,7 @@ def check(
             raise ValueError(
                 f"two checks are called {name}: in {known.run.__module__} and {function.__module__}"
             )
-        register[name] = Check(name, level, function, source, action, about, events)
+        register[name] = Check(name, level, function, source, action, about, events, moment)
         return function
 
     return add

@@ -39,6 +39,8 @@ FOLDERS = (
 MOST_OUTPUT = 1 << 30  # bytes; 800,000 lines of a kernel log are a tenth of that
 MOST_OF_A_FILE = 64 << 20
 _GRACE = 0.2  # seconds for a killed command to be gone
+_LAST_WORDS = 0.5  # seconds for the output of a command that has ended, where a child of its keeps it open
+_LOOK_EVERY = 0.1
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,10 @@ class System:
     def _collect(
         self, process: subprocess.Popen[bytes], end: float, first_line: bool
     ) -> tuple[bytes, bytes, str]:
-        """Its output until it has ended (`exit`), has said one line (`line`), or is out of time (empty)."""
+        """Its output until it has ended (`exit`), has said one line (`line`), or is out of time (empty).
+
+        A child that keeps the output open after the command's end does not make it last longer.
+        """
         chunks: dict[int, list[bytes]] = {}
         size = 0
         with selectors.DefaultSelector() as selector:
@@ -190,11 +195,15 @@ class System:
                 chunks[stream.fileno()] = []
             fds = [stream.fileno() for stream in streams]
             how = ""
+            over: float | None = None  # from then on, a command that has ended has said all
             while selector.get_map() and not how:
                 left = end - self._clock()
                 if left <= 0:
                     break
-                for key, _ in selector.select(left):
+                if over is None and _has_ended(process):
+                    over = self._clock() + _LAST_WORDS
+                ready = selector.select(min(left, _LOOK_EVERY))
+                for key, _ in ready:
                     data = os.read(key.fd, 1 << 20)
                     if not data:
                         selector.unregister(key.fileobj)
@@ -203,6 +212,10 @@ class System:
                         size += len(data)
                         if first_line and key.fd == fds[0] and b"\n" in data:
                             how = "line"
+                if not ready and not how and over is not None and self._clock() >= over:
+                    how = "exit"
+                    _kill(process)  # the child; the command, not waited for yet, keeps their session's number
+                    process.wait()
             if not how and not selector.get_map():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, end - self._clock()))
@@ -271,6 +284,14 @@ class System:
 
     def exists(self, name: str) -> bool:
         return os.path.lexists(self._base + name)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has; it is left to be waited for, so that its number stays its own."""
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,11 +1,10 @@
-"""GPUs: whether the driver answers, whether all of them are there, and whether they are free."""
+"""GPUs: whether the driver answers, and whether all of them are there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from everstep.healthcheck.checks.each import each
-from everstep.healthcheck.errors import Absent
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
 from everstep.healthcheck.readers.smi import Gpu
@@ -25,6 +24,7 @@ EXIT_CODES: dict[int, tuple[str, Severity | None]] = {
 
 _LOST = (b"GPU is lost", b"Unable to determine the device handle")
 _NOTHING_THERE = (6, 9, 12)
+_NOT_RUN = (126, 127)
 
 
 @check(
@@ -47,6 +47,8 @@ def gpu_smi(facts: Facts, profile: Profile) -> Result:
     if ran.code in _NOTHING_THERE and profile.gpu.count is None and facts.no_gpu_on_the_bus:
         return skip("nvidia-smi is here, and no GPU on the PCI bus")
     said = f" ({ran.said})" if ran.code and ran.said else ""
+    if ran.code in _NOT_RUN:  # by the shell or the kernel: nothing has asked the driver, which may be sound
+        return warn(f"nvidia-smi cannot be run (exit code {ran.code}): mend the tool{said}", value=ran.code)
     if ran.code in EXIT_CODES:
         words, severity = EXIT_CODES[ran.code]
         reason = f"nvidia-smi {words}{said}"
@@ -136,59 +138,3 @@ def gpu_persistence(facts: Facts, profile: Profile) -> Iterable[Result]:
         return [] if on else [warn("persistence mode is off: start nvidia-persistenced", gpu.name)]
 
     return each(facts.gpus, judge, sound="on", unsupported="the GPUs tell no persistence mode")
-
-
-@check(
-    "gpu_processes",
-    Level.LIGHT,
-    source="nvidia-smi -q -x and --query-compute-apps=pid, on the GPUs of this job alone",
-    action="end the processes",
-    about="gpu",
-)
-def gpu_processes(facts: Facts, profile: Profile) -> Iterable[Result]:
-    """Nothing is left over on GPUs that should be idle, as in a Prolog or an Epilog."""
-    idle = facts.idle_gpus
-    if idle is None:
-        return [skip("judged in a Prolog and an Epilog, or with --idle-gpus")]
-    known: set[int] = set()
-    results = []
-    for gpu in facts.gpus:
-        for pid, name, _ in gpu.processes():
-            known.add(pid)
-            if gpu.index in idle and not _is_service(name):
-                results.append(_left_over(pid, name, gpu.name))
-    if idle.issuperset(gpu.index for gpu in facts.gpus):
-        # This list does not say on which GPU a process is: it serves where the job has them all.
-        results += [_left_over(pid, name, "") for pid, name in _queried(facts) if pid not in known]
-    return results or [ok("nothing is left over")]
-
-
-SERVICES = (
-    "nvidia-cuda-mps-server",
-    "nvidia-cuda-mps-control",
-    "nv-hostengine",
-    "nvidia-persistenced",
-    "dcgm",
-)
-
-
-def _is_service(name: str) -> bool:
-    return any(each in name for each in SERVICES)
-
-
-def _left_over(pid: int, name: str, device: str) -> Result:
-    words = f"process {pid}{f' ({name})' if name else ''} is left over: end it, or reset the GPU"
-    return critical(words, Severity.RESET, device, value=pid)
-
-
-def _queried(facts: Facts) -> list[tuple[int, str]]:
-    try:
-        text = facts.smi_tool("--query-compute-apps=pid,name", "--format=csv,noheader")
-    except Absent:
-        return []
-    found = []
-    for line in text.splitlines():
-        pid, _, name = line.partition(",")
-        if pid.strip().isdigit() and not _is_service(name):
-            found.append((int(pid), name.strip()))
-    return found

@@ -11,9 +11,11 @@ from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
 from everstep.healthcheck.readers.smi import Gpu
 from everstep.healthcheck.registry import Level, check
-from everstep.healthcheck.result import Result, Severity, critical, ok, skip, warn
+from everstep.healthcheck.result import Result, Severity, Status, critical, ok, skip, warn
 
 _NO_CLUSTER = "00000000-0000-0000-0000-000000000000"
+_SETTLED_S = 600.0
+"""After a boot: until then a fabric that is not there yet is no fault."""
 _FAULTS = ("route_unhealthy", "access_timeout_recovery")
 
 
@@ -89,7 +91,7 @@ def _judged(device: str, seconds: float, grown: Mapping[str, float], profile: Pr
 )
 def gpu_fabric(facts: Facts, profile: Profile) -> Iterable[Result]:
     """Each GPU has joined the NVLink fabric."""
-    young = (facts.uptime or 1e9) < 600
+    young = _young(facts)
 
     def judge(gpu: Gpu) -> list[Result] | None:
         state, status = gpu.text("fabric/state"), gpu.text("fabric/status")
@@ -99,7 +101,7 @@ def gpu_fabric(facts: Facts, profile: Profile) -> Iterable[Result]:
             if not profile.gpu.fabric:
                 return None
             words = f"fabric state is {state}, not Completed"
-            if young and state == "In Progress":
+            if young and state in ("In Progress", "Not Started"):
                 return [warn(f"{words}, soon after boot", gpu.name, value=state, limit="Completed")]
             return [critical(f"{words}: reboot", Severity.REBOOT, gpu.name, value=state, limit="Completed")]
         if status is not None and status != "Success":
@@ -141,13 +143,22 @@ def fabric_manager(facts: Facts, profile: Profile) -> Result:
     """The fabric manager runs where NVSwitches need it: not seen, it can be down for weeks."""
     if not profile.gpu.fabric_manager:
         return skip(f"the profile {profile.name} needs none")
-    return service(
+    found = service(
         facts,
         unit="nvidia-fabricmanager",
         names=("nv-fabricmanage", "nv-fabricmanager"),
         evidence=("/usr/bin/nv-fabricmanager", "/usr/share/nvidia/nvswitch", "/var/log/fabricmanager.log"),
         action="start nvidia-fabricmanager",
     )
+    if found.status is Status.CRITICAL and found.value != "failed" and _young(facts):
+        return warn(f"{found.reason}, if it does not soon after boot", value=found.value, limit=found.limit)
+    return found
+
+
+def _young(facts: Facts) -> bool:
+    """Whether the node has just booted: the fabric takes minutes, and its manager starts late."""
+    uptime = facts.uptime
+    return uptime is not None and uptime < _SETTLED_S
 
 
 @check(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from everstep.healthcheck.checks.disk_log import device_names, troubled
+from everstep.healthcheck.errors import Absent
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
 from everstep.healthcheck.readers.proc import LOCAL, SHM, Mount, in_fstab
@@ -12,8 +14,6 @@ from everstep.healthcheck.registry import Level, check
 from everstep.healthcheck.result import Result, Severity, critical, ok, skip, warn
 
 _GIB = float(2**30)
-_WORKED_IN = re.compile(r"/|/(scratch|local|tmp|var|home|data|work|nvme|mnt)\w*(/.*)?")
-"""Where jobs and daemons write. Elsewhere a mount may be read-only by design."""
 
 
 @check(
@@ -75,30 +75,47 @@ def disk_inodes(facts: Facts, profile: Profile) -> Iterable[Result]:
 @check(
     "disk_read_only",
     Level.LIGHT,
-    source="/proc/mounts, /etc/fstab",
+    source="/proc/mounts, /etc/fstab, kernel log",
     action="check the file system and reboot",
     about="host",
 )
 def disk_read_only(facts: Facts, profile: Profile) -> Iterable[Result]:
     """No local file system is read-only that should not be."""
-    fstab = in_fstab(facts.text("/etc/fstab") or "")
     local = [each for each in facts.mounts if each.kind in LOCAL and not each.device.startswith("/dev/loop")]
     # A disk that is writable elsewhere is sound: this is a bind mount, such as containers have.
     writable = {each.device for each in local if not each.read_only}
-    results = [
-        critical(f"{each.path} ({each.device}) is read-only: check it and reboot", Severity.REBOOT, each.path)
-        for each in local
-        if each.read_only and each.device not in writable and _should_be_writable(each, fstab)
-    ]
+    suspects = [each for each in local if each.read_only and each.device not in writable]
+    results = []
+    for each in suspects:
+        if why := _should_be_writable(facts, profile, each):
+            words = f"{each.path} ({each.device}) is read-only, and {why}: check it and reboot"
+            results.append(critical(words, Severity.REBOOT, each.path))
     if not local:
         return [skip("no local file system is mounted")]
     return results or [ok(f"{len(local)} file systems")]
 
 
-def _should_be_writable(mount: Mount, fstab: Mapping[str, bool]) -> bool:
-    if mount.path in fstab:
-        return fstab[mount.path]
-    return "errors=remount-ro" in mount.options or bool(_WORKED_IN.fullmatch(mount.path))
+def _should_be_writable(facts: Facts, profile: Profile, mount: Mount) -> str:
+    """Why it should be; empty where nothing says so: data disks and whole systems are read-only by design."""
+    options = in_fstab(facts.text("/etc/fstab") or "").get(mount.path, frozenset())
+    if "ro" in options:
+        return ""
+    if options & {"rw", "defaults"}:
+        return "/etc/fstab mounts it writable"
+    if "errors=remount-ro" in mount.options:
+        return "it is to be so after an error (errors=remount-ro)"
+    try:
+        devices = troubled(facts.kernel_log, profile.host.window_h * 3600)
+    except Absent:
+        return ""
+    if any(_on(name, device) for device in devices for name in device_names(facts, mount)):
+        return "the kernel log tells of its errors"
+    return ""
+
+
+def _on(name: str, device: str) -> bool:
+    """Whether `nvme0n1p1` is `nvme0n1p1`, or a partition of `nvme0n1`; of `sda` it is `sda1`."""
+    return bool(re.fullmatch(re.escape(device) + (r"(p\d+)?" if device[-1].isdigit() else r"\d*"), name))
 
 
 @check(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from everstep.healthcheck.checks.gpu_memory import recovery
+from everstep.healthcheck.errors import Absent
 from everstep.healthcheck.facts import Facts
 from everstep.healthcheck.profile import Profile
 from everstep.healthcheck.readers.kernel_log import Event, Pattern, ago
@@ -16,11 +17,20 @@ from everstep.healthcheck.result import Result, Severity, Status, critical, ok, 
 
 # On a GPU split by MIG the instance is told too: `(PCI:0000:9b:00 GPU-I:05)`, `(… GPU-CI:02)`.
 XID = Pattern(
-    b"NVRM: Xid", regex=rb"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)(?: GPU-C?I:\d+)*\)(?:: |[^\n]*?: )(\d+),"
+    b"NVRM: Xid",
+    regex=rb"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)(?: GPU-C?I:\d+)*\)(?:: |[^\n]{0,400}?: )(\d+),",
 )
-SXID = Pattern(b"SXid", regex=rb"SXid(?: \(((?:PCI:)?[0-9a-fA-F:.]+)\))?[^\n]*?: (\d+),")
+SXID = Pattern(b"SXid", regex=rb"SXid(?: \(((?:PCI:)?[0-9a-fA-F:.]+)\))?[^\n]{0,400}?: (\d+),")
+_ADDRESS = rb"((?:PCI:)?[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
+# In one line, or in up to four: `NVRM: The NVIDIA GPU 0000:9a:00.0 (PCI ID: 10de:28a0)`,
+# `NVRM: installed in this system has`, `NVRM: fallen off the bus and is not responding to commands.`
 OFF_THE_BUS = Pattern(
-    b"GPU has fallen", regex=rb"NVRM: GPU ((?:PCI:)?[0-9a-fA-F:.]+): GPU has fallen off the bus"
+    b"fallen off the bus",
+    regex=rb"NVRM: GPU (?:at )?" + _ADDRESS + rb"[^\n]{0,80}? has fallen off the bus"
+    rb"|NVRM: The NVIDIA GPU " + _ADDRESS + rb"(?:(?!The NVIDIA GPU)[\s\S]){0,400}?fallen off the bus",
+)
+NOT_INITIALISED = Pattern(
+    b"RmInitAdapter failed", regex=rb"NVRM:(?: GPU " + _ADDRESS + rb":)? RmInitAdapter failed"
 )
 _FATAL = re.compile(r"\b(?<!non-)(?<!non )fatal\b", re.IGNORECASE)
 _NOT_FATAL = re.compile(r"\bnon[- ]?fatal\b", re.IGNORECASE)
@@ -138,7 +148,7 @@ def _judged(event: Event, device: str, code: int) -> Result:
 @check(
     "gpu_off_bus",
     Level.LIGHT,
-    source="kernel log: GPU has fallen off the bus",
+    source="kernel log: fallen off the bus",
     action="reboot; replace if it comes again",
     about="gpu",
     events=True,
@@ -147,7 +157,7 @@ def gpu_off_bus(facts: Facts, profile: Profile) -> Iterable[Result]:
     """No GPU has fallen off the bus since boot."""
     log = facts.kernel_log
     within = profile.gpu.xid_window_h * 3600
-    events = log.find(OFF_THE_BUS, within=within, key=lambda groups: (_device(groups[0]),))
+    events = log.find(OFF_THE_BUS, within=within, key=lambda groups: (_device(groups[0] or groups[1]),))
     # The driver says the same by Xid 79: one fault, one finding.
     told = {_device(event.key[0]) for event in log.find(XID, within=within) if event.key[1] == "79"}
     words = "fallen off the bus: reboot; replace it if it comes again"
@@ -157,6 +167,37 @@ def gpu_off_bus(facts: Facts, profile: Profile) -> Iterable[Result]:
         if event.key[0] not in told
     ]
     return results or [ok("told by gpu_xid" if told else "none")]
+
+
+@check(
+    "gpu_init",
+    Level.LIGHT,
+    source="kernel log: RmInitAdapter failed; nvidia-smi -q -x",
+    action="reboot; replace if it comes again",
+    about="gpu",
+    events=True,
+)
+def gpu_init(facts: Facts, profile: Profile) -> Iterable[Result]:
+    """The driver could initialise every GPU since boot, or can by now."""
+    log = facts.kernel_log
+    within = profile.gpu.xid_window_h * 3600
+    keyed = log.find(NOT_INITIALISED, within=within, key=lambda groups: (_device(groups[0]),))
+    if not keyed:
+        return [ok("none")]
+    try:
+        shown = {gpu.pci for gpu in facts.gpus}
+    except Absent:  # no driver answers, or no GPU
+        shown = set()
+    results = []
+    for event in keyed:
+        device = event.key[0] if pci(event.key[0]) else ""
+        when = f" ({ago(event)})" if ago(event) else ""
+        if device in shown or (shown and not device):
+            results.append(warn(f"the driver could not initialise it once, and now can{when}", device))
+        else:
+            words = f"the driver cannot initialise it{when}: reboot; replace it if it comes again"
+            results.append(critical(words, Severity.REBOOT, device))
+    return results
 
 
 @check(

@@ -23,6 +23,7 @@ _HOST = re.compile(rb"^(?:\S+ )?kernel: (?:\[ *\d+\.\d+\] )?")
 _BOOT = b"Linux version "  # the first thing that a kernel says
 _CHUNK = 1 << 16  # bytes
 _LONGEST = 400  # characters of a line that are kept
+_LINE = 2048  # bytes of a line that are looked at; the kernel's own are half of that at the most
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class KernelLog:
     ) -> None:
         """`now` is None for a recorded log: then the newest line is what is now."""
         self.source = source
-        self.data = data
+        self.data = _cut(data)
         boot = self._last_boot()
-        self.data = data[boot:]
+        self.data = self.data[boot:]
         newest = self._newest()
         self._now = newest.wall if now is None else now
         self._seen: dict[Pattern, dict[tuple[bytes, ...], tuple[int, int]]] = {}
@@ -162,6 +163,10 @@ class KernelLog:
             return Stamp(up=float(found["up"]))
         return Stamp(wall=_wall(found))
 
+    def since_boot(self, event: Event) -> float | None:
+        """How many seconds after the boot it last came; None where that is not told."""
+        return None if event.age is None or self._uptime is None else self._uptime - event.age
+
     def _last_boot(self) -> int:
         at = len(self.data)
         while (at := self.data.rfind(_BOOT, 0, at)) >= 0:
@@ -180,6 +185,21 @@ class KernelLog:
             up, wall = stamp.up, stamp.wall
             end = start
         return Stamp(up, wall)
+
+
+def _cut(data: bytes) -> bytes:
+    """The same with no line longer than _LINE: patterns go through a line many times over."""
+    pieces = []
+    start = at = 0
+    while at + _LINE < len(data):
+        end = data.rfind(b"\n", at, at + _LINE + 1)
+        if end >= 0:
+            at = end + 1
+            continue
+        pieces.append(data[start : at + _LINE])
+        end = data.find(b"\n", at + _LINE)
+        start = at = len(data) if end < 0 else end
+    return b"".join([*pieces, data[start:]]) if pieces else data
 
 
 def _wall(found: re.Match[bytes]) -> float | None:

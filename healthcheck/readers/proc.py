@@ -76,10 +76,10 @@ def mounts(text: str) -> list[Mount]:
     return list(found.values())
 
 
-def in_fstab(fstab: str) -> dict[str, bool]:
-    """The paths in /etc/fstab, and whether it mounts each writable."""
+def in_fstab(fstab: str) -> dict[str, frozenset[str]]:
+    """The paths in /etc/fstab, and the options it mounts each with."""
     return {
-        _unescaped(fields[1]): "ro" not in fields[3].split(",")
+        _unescaped(fields[1]): frozenset(fields[3].split(","))
         for line in fstab.splitlines()
         if len(fields := line.split("#")[0].split()) >= 4
     }

@@ -55,6 +55,11 @@ class Gpu:
         return pci(text) or text.strip()
 
     @property
+    def uuid(self) -> str:
+        """Such as `gpu-1f2e3d4c-…`, in small letters; empty where it is not told."""
+        return (self.text("uuid") or "").lower()
+
+    @property
     def serial(self) -> str:
         """What to quote when it is to be replaced; empty where it is not told."""
         return self.text("serial") or ""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException, NodeSetParseError
 from everstep.recovery.errors import UsageError
+
+MOST_HOSTS = 100_000
+"""In one list: Slurm knows 65,536 nodes at the most, and a slip of the finger names a thousand million."""
 
 
 class SlurmError(UsageError):
@@ -246,8 +250,14 @@ class SlurmClient(Protocol):
 def expand(hostlist: str) -> tuple[str, ...]:
     """The names in a list of hosts such as `n[1-3],login`, in the order of the list, each once.
 
-    Raises UsageError where the list cannot be read.
+    Raises UsageError where the list cannot be read, or names more than MOST_HOSTS.
     """
+    named = _most_named(hostlist)
+    if named > MOST_HOSTS:
+        raise UsageError(
+            f"{hostlist[:80]!r} names {named:,} hosts, and {MOST_HOSTS:,} are the most: name fewer, such as "
+            "n[1-4,7]"
+        )
     names: dict[str, None] = {}
     try:
         for part in _parts(hostlist):
@@ -260,6 +270,25 @@ def expand(hostlist: str) -> tuple[str, ...]:
 def fold(names: Iterable[str]) -> str:
     """The shortest list of hosts for these names: `n[1-3]`."""
     return str(NodeSet.fromlist(list(names)))
+
+
+def _most_named(hostlist: str) -> int:
+    """No fewer than the names in a list of hosts, by its brackets: NodeSet would make every name first."""
+    total = 0
+    for part in (each for text in _parts(hostlist) for each in re.split("[!&^]", text)):
+        named = 1
+        for inside in re.findall(r"\[([^\[\]]*)\]", part):
+            named *= max(1, sum(_most_of_range(each) for each in inside.split(",")))
+        total += named
+    return total
+
+
+def _most_of_range(text: str) -> int:
+    found = re.fullmatch(r"\s*(\d{1,30})-(\d{1,30})(?:/(\d{1,30}))?\s*", text)
+    if found is None:
+        return 1  # one name, or what NodeSet itself refuses
+    first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+    return max(0, last - first) // max(1, step) + 1
 
 
 def _parts(hostlist: str) -> list[str]:

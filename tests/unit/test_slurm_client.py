@@ -253,6 +253,25 @@ def test_a_host_list_that_cannot_be_read_is_said_so() -> None:
         expand("n[1-")
 
 
+@pytest.mark.parametrize(
+    ("hostlist", "named"),
+    [
+        ("n[1-999999999]", "999,999,999"),
+        ("n[1-99999999999999999999]", "99,999,999,999,999,999,999"),
+        ("n[1-1000]-[1-1000]", "1,000,000"),
+        ("login,n[1-60000],m[1-50000]", "110,001"),
+    ],
+)
+def test_more_hosts_than_there_can_be_are_refused_before_they_are_named(hostlist: str, named: str) -> None:
+    with pytest.raises(UsageError, match=f"names {named} hosts, and 100,000 are the most"):
+        expand(hostlist)
+
+
+@pytest.mark.parametrize(("hostlist", "count"), [("n[1-2000]!n[1-500]", 1500), ("n[0-999998/100]", 10000)])
+def test_a_large_list_of_hosts_that_can_be_is_expanded(hostlist: str, count: int) -> None:
+    assert len(expand(hostlist)) == count
+
+
 @given(st.lists(st.integers(0, 300), unique=True, max_size=40))
 def test_folding_and_expanding_is_lossless(numbers: list[int]) -> None:
     names = {f"n{index}" for index in numbers}

@@ -9,6 +9,7 @@ from fault import Fault, log, stop, write
 from faults_gpu import GPU_FAULTS
 from recorded import Node, infiniband, limits_text
 
+_KILLED = "total-vm:1kB, anon-rss:1kB, file-rss:0kB, shmem-rss:0kB"
 _EFA = "/sys/class/infiniband/rdmap2s6/ports/1"
 
 
@@ -157,7 +158,10 @@ FAULTS: dict[str, Fault] = {
     "read-only": Fault(
         "disk_read_only",
         "cpu",
-        lambda n: n.mount("/dev/nvme2n1 /data ext4 ro,relatime 0 0"),
+        lambda n: (
+            n.mount("/dev/nvme2n1 /data ext4 ro,relatime 0 0"),
+            n.write("/etc/fstab", "LABEL=root / ext4 defaults 0 1\nLABEL=d /data ext4 defaults,nofail 0 2\n"),
+        ),
         severity="reboot",
         device="/data",
     ),
@@ -211,9 +215,37 @@ FAULTS: dict[str, Fault] = {
     "oom-daemon": Fault(
         "host_oom",
         "cpu",
-        log("Out of memory: Killed process 901 (slurmd) total-vm:1kB"),
+        log("Out of memory: Kill process 901 (slurmd) score 5 or sacrifice child"),
         severity="reboot",
         device="slurmd",
+    ),
+    "oom-root-s-sshd": Fault(
+        "host_oom",
+        "cpu",
+        log(f"Out of memory: Killed process 812 (sshd) {_KILLED}, UID:0 pgtables:84kB oom_score_adj:0"),
+        severity="reboot",
+        device="sshd",
+    ),
+    "oom-munged": Fault(
+        "host_oom",
+        "cpu",
+        log(f"Out of memory: Killed process 812 (munged) {_KILLED}, UID:971 pgtables:84kB oom_score_adj:0"),
+        severity="reboot",
+        device="munged",
+    ),
+    "oom-user-s-sshd": Fault(
+        "host_oom",
+        "cpu",
+        log(f"Out of memory: Killed process 812 (sshd) {_KILLED}, UID:1000 pgtables:84kB oom_score_adj:0"),
+        "warn",
+        device="sshd",
+    ),
+    "oom-user-s-systemd-on-rhel-8": Fault(
+        "host_oom",
+        "cpu",
+        log("Out of memory: Killed process 812 (systemd), UID 1000, total-vm:1kB, anon-rss:1kB"),
+        "warn",
+        device="systemd",
     ),
     "machine-check": Fault(
         "host_machine_check",
@@ -246,6 +278,22 @@ FAULTS: dict[str, Fault] = {
         severity="reboot",
         device="cpu7",
     ),
+    "hard-lockup": Fault(
+        "host_soft_lockup",
+        "cpu",
+        log("watchdog: Watchdog detected hard LOCKUP on cpu 12"),
+        severity="reboot",
+        device="cpu12",
+        words="hard lockup",
+    ),
+    "nvme-disabled": Fault(
+        "host_nvme",
+        "cpu",
+        log("nvme nvme1: Disabling device after reset failure: -19"),
+        severity="reboot",
+        device="nvme1",
+        words="gone",
+    ),
     "nvme": Fault(
         "host_nvme",
         "cpu",
@@ -254,7 +302,10 @@ FAULTS: dict[str, Fault] = {
         device="nvme1",
     ),
     "nfs-server": Fault(
-        "host_nfs_log", "cpu", log("nfs: server fs1 not responding, still trying"), device="fs1"
+        "host_nfs_log", "cpu", log("nfs: server fs2 not responding, still trying"), device="fs2"
+    ),
+    "nfs-server-soft": Fault(
+        "host_nfs_log", "cpu", log("nfs: server fs2 not responding, timed out"), "warn", device="fs2"
     ),
     "remounted": Fault(
         "host_remounted",
@@ -262,6 +313,58 @@ FAULTS: dict[str, Fault] = {
         log("EXT4-fs (nvme3n1): Remounting filesystem read-only"),
         severity="reboot",
         device="nvme3n1",
+    ),
+    "xfs-shut-down": Fault(
+        "host_remounted",
+        "cpu",
+        log("XFS (nvme1n1): Filesystem has been shut down due to log error (0x2)."),
+        severity="reboot",
+        device="nvme1n1",
+    ),
+    "xfs-shut-down-by-an-older-kernel": Fault(
+        "host_remounted",
+        "cpu",
+        log(
+            "XFS (nvme1n1): Log I/O Error (0x2) detected at xlog_ioend_work+0x6e/0x70 [xfs] "
+            "(fs/xfs/xfs_log.c:1378).  Shutting down filesystem."
+        ),
+        severity="reboot",
+        device="nvme1n1",
+    ),
+    "pcie-fatal": Fault(
+        "host_pcie",
+        "cpu",
+        log("nvme 0000:34:00.0: PCIe Bus Error: severity=Uncorrectable (Fatal), type=Data Link Layer"),
+        severity="reboot",
+        device="0000:34:00.0",
+    ),
+    "pcie-fatal-elsewhere": Fault(
+        "host_pcie",
+        "cpu",
+        log("pcieport 0000:00:01.0: AER: PCIe Bus Error: severity=Uncorrected (Fatal), type=Transaction"),
+        "warn",
+        device="0000:00:01.0",
+    ),
+    "machine-check-multi-bit": Fault(
+        "host_machine_check",
+        "cpu",
+        log(
+            "{7}[Hardware Error]: event severity: recoverable",
+            "{7}[Hardware Error]:  Error 0, type: recoverable",
+            "{7}[Hardware Error]:   section_type: memory error",
+            "{7}[Hardware Error]:   error_type: 3, multi-bit ECC",
+        ),
+        severity="replace",
+    ),
+    "machine-check-recovered": Fault(
+        "host_machine_check",
+        "cpu",
+        log(
+            "{7}[Hardware Error]: event severity: recoverable",
+            "{7}[Hardware Error]:   section_type: PCIe error",
+        ),
+        "warn",
+        words="recovered from",
     ),
     # Active tests
     "slow-matmul": Fault(

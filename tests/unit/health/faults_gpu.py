@@ -20,6 +20,10 @@ def _smi_exits(code: int, words: str = "") -> Callable[[Node], None]:
     return lambda node: node.tool("nvidia-smi", words, code)
 
 
+def _no_interpreter(node: Node) -> None:
+    node.write("/usr/bin/nvidia-smi", "#!/opt/gone/bin/python\n")
+
+
 def _lose_gpu(node: Node) -> None:
     del node.gpus[5]
     node.print_gpus()
@@ -84,6 +88,20 @@ GPU_FAULTS: dict[str, Fault] = {
         "p6-b200",
         _smi_exits(0, "Unable to determine the device handle for GPU0000:9B:00.0: GPU is lost."),
         severity="reboot",
+    ),
+    "smi-cannot-be-run": Fault(
+        "gpu_smi",
+        "p6-b200",
+        _smi_exits(127, "libnvidia-ml.so.1: cannot open shared object file"),
+        "warn",
+        words="exit code 127): mend the tool",
+    ),
+    "smi-of-no-interpreter": Fault(
+        "gpu_smi",
+        "p6-b200",
+        _no_interpreter,
+        "warn",
+        words="exit code 126): mend the tool",
     ),
     "smi-mismatch": Fault(
         "gpu_smi",
@@ -301,6 +319,53 @@ GPU_FAULTS: dict[str, Fault] = {
         log("NVRM: GPU 0000:18:00.0: GPU has fallen off the bus."),
         severity="reboot",
         device="0000:18:00",
+    ),
+    "off-the-bus-by-another-driver": Fault(
+        "gpu_off_bus",
+        "p6-b200",
+        log("NVRM: GPU at PCI:0000:18:00: GPU-1f2e3d4c-0000-0000-0000-000000000000 has fallen off the bus."),
+        severity="reboot",
+        device="0000:18:00",
+    ),
+    "off-the-bus-in-one-line": Fault(
+        "gpu_off_bus",
+        "p6-b200",
+        log(
+            "NVRM: The NVIDIA GPU 0000:18:00.0 (PCI ID: 10de:2901) installed in this system has fallen off "
+            "the bus and is not responding to commands."
+        ),
+        severity="reboot",
+        device="0000:18:00",
+    ),
+    "off-the-bus-in-four-lines": Fault(
+        "gpu_off_bus",
+        "p6-b200",
+        log(
+            "NVRM: The NVIDIA GPU 0000:21:00.0",
+            "NVRM: (PCI ID: 10de:2901)",
+            "NVRM: installed in this system is not supported by open nvidia.ko",
+            "NVRM: The NVIDIA GPU 0000:18:00.0",
+            "NVRM: (PCI ID: 10de:2901)",
+            "NVRM: installed in this system has",
+            "NVRM: fallen off the bus and is not responding to commands.",
+        ),
+        severity="reboot",
+        device="0000:18:00",
+    ),
+    "not-initialised": Fault(
+        "gpu_init",
+        "p6-b200",
+        log("NVRM: GPU 0000:18:00.0: RmInitAdapter failed! (0x22:0x65:884)"),
+        severity="reboot",
+        device="0000:18:00",
+    ),
+    "not-initialised-once": Fault(
+        "gpu_init",
+        "p6-b200",
+        log("NVRM: GPU 0000:10:00.0: RmInitAdapter failed! (0x22:0x65:884)"),
+        "warn",
+        device="0000:10:00",
+        words="now can",
     ),
     "sxid-fatal": Fault(
         "nvswitch_sxid",

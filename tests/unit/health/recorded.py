@@ -155,6 +155,17 @@ class Node:
             f"esac\nexit {code}",
         )
 
+    def run_on(self, index: int, pid: int, name: str = "python") -> None:
+        """A process on one of its GPUs."""
+        processes = self.gpus[index].find("processes")
+        assert processes is not None
+        info = ET.SubElement(processes, "process_info")
+        for tag, text in (("pid", str(pid)), ("type", "C"), ("process_name", name)):
+            ET.SubElement(info, tag).text = text
+        known = self.root / "recorded/apps"
+        self.write("/recorded/apps", (known.read_text() if known.exists() else "") + f"{pid}, {name}\n")
+        self.print_gpus()
+
     def log(self, *lines: str, at: float = UPTIME - 60) -> None:
         """More lines of the kernel's, a minute ago."""
         text = self.read("/recorded/dmesg")
@@ -272,6 +283,7 @@ def _gpus(node: Node, kind: Kind) -> None:
         bus = f"00000000:{16 + 17 * index:02X}:00.0"
         gpu.set("id", bus)
         values = {"product_name": kind.product, "pci/pci_bus_id": bus, "minor_number": str(index)}
+        values["uuid"] = f"GPU-{index:08x}-1111-1111-1111-111111111111"
         values["serial"] = f"16500000000{index:02d}"
         if not kind.fabric:
             values |= dict.fromkeys(

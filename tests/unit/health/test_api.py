@@ -125,7 +125,8 @@ def test_a_run_under_way_can_do_without_slurm_s_own_services() -> None:
     assert not api.verdict([gone, BAD]).fit
 
 
-def test_a_job_that_sees_only_its_own_gpus_misses_none() -> None:
-    fewer = Result(Status.CRITICAL, "1 of 8 GPUs", Severity.REBOOT, check="gpu_count")
+@pytest.mark.parametrize("check", ["gpu_count", "gpu_init"])
+def test_a_job_that_sees_only_its_own_gpus_misses_none(check: str) -> None:
+    fewer = Result(Status.CRITICAL, "1 of 8 GPUs", Severity.REBOOT, check=check)
     assert api.verdict([fewer]).fit
     assert not api.verdict([fewer, BAD]).fit

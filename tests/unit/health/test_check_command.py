@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import psutil
@@ -95,14 +94,18 @@ def test_a_job_of_two_gpus_is_not_troubled_by_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node = sound("h100", tmp_path / "n")
-    for index in (1, 5):
-        processes = node.gpus[index].find("processes")
-        assert processes is not None
-        info = ET.SubElement(processes, "process_info")
-        for tag, text in (("pid", f"42{index}"), ("type", "C"), ("process_name", "python")):
-            ET.SubElement(info, tag).text = text
-    node.print_gpus()
-    words = ("--root", str(node.root), "--check", "gpu_processes", "--json", "--idle-gpus")
+    node.run_on(1, 421)
+    node.run_on(5, 425)
+    words = (
+        "--root",
+        str(node.root),
+        "--level",
+        "light",
+        "--check",
+        "gpu_processes",
+        "--json",
+        "--idle-gpus",
+    )
     code, out, _ = check(capsys, *words, "0,1")
     assert code == 2 and [each["device"] for each in json.loads(out)["results"]] == ["gpu1"]
     assert check(capsys, *words, "2,3")[0] == 0

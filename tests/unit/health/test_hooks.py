@@ -73,6 +73,8 @@ class Bench:
         self.results: Sequence[Result] | None = (GOOD,)
         self.faults: tuple[str, ...] = ()
         self.asked: list[tuple[str, float]] = []
+        self.moments: list[bool] = []
+        self.gpus = ""
         self.now = 1000.0
         self.boot = "a"
         self.said: list[str] = []
@@ -87,11 +89,12 @@ class Bench:
             clock=lambda: self.now,
             log=self.said.append,
             boot=self.boot,
-            environ={"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "n1"},
+            environ={"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "n1", "SLURM_JOB_GPUS": self.gpus},
         )
 
-    def checks(self, level: str, limit_s: float) -> Answer:
+    def checks(self, level: str, limit_s: float, moment: bool) -> Answer:
         self.asked.append((level, limit_s))
+        self.moments.append(moment)
         if self.results is None:
             return Answer(None, ("the checks did not end in 45 s and were killed",))
         return Answer(Report("n1", "p5", level, tuple(self.results)), self.faults)
@@ -205,7 +208,7 @@ def test_two_at_once_are_one(bench: Bench) -> None:
     bench.results = (BAD,)
     inner = bench.machine()
     outer = bench.machine()
-    outer.checks = lambda level, limit_s: (program(inner), bench.checks(level, limit_s))[1]
+    outer.checks = lambda *words: (program(inner), bench.checks(*words))[1]
     program(outer)
     assert len(bench.asked) == 1
     assert "another run is under way: this one does nothing" in bench.said
@@ -324,6 +327,32 @@ def test_a_pass_is_kept_for_a_while(tmp_path: Path) -> None:
     assert len(bench.asked) == 1
     assert prolog(bench.machine()) == 1  # two minutes later
     assert prolog(bench.machine()) == 1  # a finding is not kept
+
+
+@pytest.mark.parametrize("hook", [prolog, epilog])
+def test_a_pass_says_nothing_of_what_a_job_has_left_since(
+    tmp_path: Path, hook: hooks.Callable[[Machine], int]
+) -> None:
+    bench = Bench(tmp_path, policy=Policy(keep_pass_s=3600))
+    program(bench.machine())
+    before = bench.last
+    bench.gpus, bench.results = "0-3", (dataclasses.replace(GOOD, check="gpu_processes"),)
+    assert hook(bench.machine()) == 0
+    assert bench.moments == [False, True]
+    assert bench.last == before  # a look at one thing is no new pass of them all
+    bench.results = (dataclasses.replace(BAD, check="gpu_processes"),)
+    assert hook(bench.machine()) == 1
+    assert {each.check for each in bench.last.report.results} == {"xid", "gpu_processes"}
+    assert hook(bench.machine()) == 1
+    assert bench.moments == [False, True, True, False]  # a finding is not kept: all is looked at again
+
+
+def test_a_pass_is_all_that_is_asked_where_the_job_had_no_gpus(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, policy=Policy(keep_pass_s=3600))
+    program(bench.machine())
+    bench.results = (BAD,)
+    assert epilog(bench.machine()) == 0
+    assert bench.moments == [False]
 
 
 def test_a_pass_of_another_boot_is_not_kept(tmp_path: Path) -> None:

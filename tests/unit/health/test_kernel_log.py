@@ -89,6 +89,19 @@ def test_no_bytes_break_it(data: bytes) -> None:
     assert any(each.key == ("a",) for each in log.find(EVENT))
 
 
+@given(st.lists(st.integers(0, 60), max_size=12), st.booleans())
+def test_a_line_is_looked_at_as_far_as_the_kernel_s_own_go(lengths: list[int], ended: bool) -> None:
+    import everstep.healthcheck.readers.kernel_log as reader
+
+    lines = [bytes([97 + index % 26]) * length for index, length in enumerate(lengths)]
+    end = b"\n" if ended and lines else b""
+    old, reader._LINE = reader._LINE, 20
+    try:
+        assert reader._cut(b"\n".join(lines) + end) == b"\n".join(line[:20] for line in lines) + end
+    finally:
+        reader._LINE = old
+
+
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=60), st.integers(1, 40))
 def test_counts_and_last_times_are_those_of_a_plain_count(names: list[bytes], size: int) -> None:
     import everstep.healthcheck.readers.kernel_log as reader

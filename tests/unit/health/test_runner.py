@@ -66,8 +66,19 @@ def test_a_tool_that_hangs_is_ended_with_its_children(node: Node) -> None:
         psutil.Process(child)
 
 
-def test_a_tool_whose_child_keeps_its_output_open_is_out_of_time(node: Node) -> None:
-    node.script("tool", "sleep 1000 &\necho done")
+def test_a_tool_whose_child_keeps_its_output_open_has_ended_all_the_same(node: Node) -> None:
+    node.script("tool", 'sleep 1000 &\necho $! > "$HERE/child"\necho done\nexit 9')
+    start = time.monotonic()
+    ran = System(node.root).run(["tool"], 60)
+    assert (ran.timed_out, ran.code, ran.out) == (False, 9, b"done\n")
+    assert time.monotonic() - start < 30
+    with pytest.raises(psutil.NoSuchProcess):  # nobody waits for it any more
+        psutil.Process(int(node.read("/child"))).wait(5)
+        psutil.Process(int(node.read("/child")))
+
+
+def test_a_tool_that_closes_its_output_and_goes_on_is_out_of_time(node: Node) -> None:
+    node.script("tool", "echo done; exec >&- 2>&-; sleep 1000")
     ran = System(node.root).run(["tool"], 0.5)
     assert ran.timed_out and ran.out == b"done\n"
 

@@ -288,6 +288,24 @@ def test_a_site_s_check_is_tried_on_a_recorded_node(
     assert json.loads(capsys.readouterr().out)["results"][0]["device"] == "/etc/license"
 
 
+def test_a_file_of_ours_that_is_not_utf_8_is_one_line_and_exit_code_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: NOT_ROOT)
+    bad = tmp_path / "bad.toml"
+    bad.write_bytes(b'mode = "dr\xe4in"\n')
+    good = tmp_path / "health.toml"
+    good.write_text(f"profiles = ['{bad}']\n")
+    for config, said in ((bad, "is not UTF-8 text: byte 10"), (good, f"the profile {bad} cannot be read")):
+        for words in (["check", "--config", str(config)], ["--config", str(config)]):
+            if config == good and "check" not in words:
+                continue  # the report reads no profiles
+            monkeypatch.setattr("everstep.healthcheck.ask.slurm_is_here", lambda: None)
+            with pytest.raises(HealthError, match=said) as error:
+                cli.main(words)
+            assert error.value.exit_code == 3 and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("text", ["import nothing_like_it\n", "def broken(:\n", "raise ValueError('no')\n"])
 def test_a_broken_file_of_checks_stops_no_other(
     tmp_path: Path, register: dict[str, Check], text: str
