@@ -273,7 +273,7 @@ class Cluster:
 
     # -- what Slurm says -----------------------------------------------------------------------------------
 
-    def _ask(self, *words: str) -> str:
+    def ask(self, *words: str) -> str:
         """What a command of Slurm's prints. A controller is busy for seconds when a node has just died."""
         deadline = time.monotonic() + 40
         while True:
@@ -285,7 +285,7 @@ class Cluster:
 
     def node_state(self, name: str) -> set[str]:
         """Slurm's state of a node and its flags, such as {"DOWN", "NOT_RESPONDING"}."""
-        node = json.loads(self._ask("scontrol", "show", "node", name, "--json"))["nodes"][0]
+        node = json.loads(self.ask("scontrol", "show", "node", name, "--json"))["nodes"][0]
         if isinstance(node["state"], str):  # 22.05
             return {node["state"].upper(), *node.get("state_flags", [])}
         return set(node["state"])
@@ -298,7 +298,7 @@ class Cluster:
 
     def jobs(self) -> list[str]:
         """One line, "id state name", for each job that is not over (one being cleaned up after is)."""
-        said = self._ask("squeue", "--noheader", "--format=%i %T %j")
+        said = self.ask("squeue", "--noheader", "--format=%i %T %j")
         return [line for line in said.splitlines() if " COMPLETING " not in line]
 
     def wait_idle(self, timeout: float = 90) -> None:
@@ -309,7 +309,7 @@ class Cluster:
             raise TimeoutError(f"{error}; it is: {self.describe()}") from None
 
     def _is_idle(self) -> bool:
-        said = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T")
+        said = self.ask("sinfo", "--noheader", "--Node", "--format=%N %T")
         # A node is listed once for each of its partitions.
         return set(said.splitlines()) == {f"{name} idle" for name in self.nodes} and not self.jobs()
 
@@ -325,13 +325,15 @@ class Cluster:
         wait_until(self._controller_answers, "the controller answers", 30)
         if self._is_idle():
             return
-        self.exec("controller", ["scancel", "--user=hpc"], user="root")
         wait_until(self._idle_or_resumed, "all nodes idle, no job left", 90, every=0.5)
 
     def _controller_answers(self) -> bool:
         return self.exec("controller", ["scontrol", "ping"], user="root", check=False).returncode == 0
 
     def _idle_or_resumed(self) -> bool:
+        # Again where a controller that looks for lost nodes did not answer in time.
+        if self.jobs():
+            self.exec("controller", ["scancel", "--user=hpc"], user="root", check=False)
         for name in self.nodes:
             state = self.node_state(name)
             # A node that Slurm has written off is asked for by hand; one that is only late comes by itself.

@@ -48,7 +48,7 @@ class Batch(Follower):
 
     def field(self, name: str) -> str:
         """One field of the job as Slurm shows it."""
-        shown = self.cluster.exec("login", f"scontrol show job {self.number}").stdout.split()
+        shown = self.cluster.ask("scontrol", "show", "job", self.number).split()
         return next((word.partition("=")[2] for word in shown if word.startswith(f"{name}=")), "")
 
     def is_requeued(self) -> None:
@@ -81,6 +81,30 @@ def rungs(es: list[dict]) -> list[str]:
     return [e["rung"] for e in es if e["event"] == "rung"]
 
 
+def waiting_for_a_run(cluster: Cluster) -> list[str]:
+    """The replacement jobs that there are."""
+    return [line for line in cluster.jobs() if "everstep-" in line]
+
+
+def test_a_replacement_that_waits_is_cancelled_where_the_coordinator_is_lost_with_its_node(
+    cluster: Cluster, job: str
+) -> None:
+    """Its batch host: srun and the script are gone with it, and the survivor is alone to know."""
+    hog = cluster.exec("login", HOG).stdout.strip()
+    run = Batch(cluster, job)
+    run.lose_rank_1()
+    wait_until(lambda: waiting_for_a_run(cluster) != [], "a replacement job is queued", 60)
+    cluster.kill_node(run.field("BatchHost"))
+    wait_until(lambda: waiting_for_a_run(cluster) == [], "the replacement job is cancelled", 60)
+
+    def nothing_left() -> bool:
+        # A controller that looks for lost nodes may not answer in time.
+        cluster.exec("login", f"scancel {hog} {run.number}", check=False)
+        return cluster.jobs() == []
+
+    wait_until(nothing_left, "both jobs are cancelled", 90, every=1.0)
+
+
 def test_a_replacement_node_joins_the_run_and_takes_the_rank(cluster: Cluster, job: str) -> None:
     run = Batch(cluster, job)
     run.lose_rank_1()
@@ -99,9 +123,7 @@ def test_no_node_is_free_so_the_job_is_requeued_without_the_bad_one_and_goes_on(
     run.is_requeued()
     assert run.field("ExcNodeList") == bad, run.output
     assert rungs(events(cluster, job)) == ["replace", "requeue"]
-    assert [line for line in cluster.jobs() if "everstep-" in line] == [], (
-        "no job is left in the queue for it"
-    )
+    assert waiting_for_a_run(cluster) == [], "no job is left in the queue for it"
     cluster.exec("login", f"scancel {hog}")
     run.starts_again()
     run.ends()
