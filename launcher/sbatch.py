@@ -74,8 +74,13 @@ def parse(argv: Sequence[str], table: OptionTable) -> Asked:
             sbatch += piece.words
     if not reading.rest and "wrap" not in Given(reading.options):
         raise UsageError(f"no script after sbatch's options: name a script or a template ({_LIST_FIRST})")
-    script = reading.rest[0] if reading.rest else None
-    return Asked(settings, dry_run, tuple(sbatch), script, tuple(reading.rest[1:]))
+    script, args = (reading.rest[0], tuple(reading.rest[1:])) if reading.rest else (None, ())
+    if "--dry-run" in args:
+        raise UsageError(
+            "--dry-run behind the script would go to the script, and the job be submitted: write "
+            "`everstep sbatch --dry-run` first (an option of that name of the script's own: use sbatch)"
+        )
+    return Asked(settings, dry_run, tuple(sbatch), script, args)
 
 
 def run_sbatch(words: Sequence[str]) -> int:
@@ -96,6 +101,9 @@ def run_sbatch(words: Sequence[str]) -> int:
 
 
 def _submit(asked: Asked, name: str, before: str, place: Path | None, client: SlurmClient) -> int:
+    if "\r\n" in before:
+        say(f"{name} has DOS line ends (CR LF), which sbatch refuses: what is submitted has UNIX ones")
+        before, place = before.replace("\r\n", "\n"), None
     after = batch_script.fill(before, asked.settings)
     missing = batch_script.unset(after)
     if missing:
@@ -152,7 +160,7 @@ def find_script(name: str, here: Path) -> tuple[str, str, Path | None]:
     path = here / name
     try:
         if path.is_file():
-            return path.name, path.read_text(), path
+            return path.name, path.read_bytes().decode(), path  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{name} cannot be read as a script: {error}") from error
     ours = templates()

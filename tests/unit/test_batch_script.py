@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from everstep.launcher.batch_script import difference, fill, interpreter, keep_alive, unset, variables
-from everstep.launcher.sbatch import check_syntax, find_script, listing, parse, templates
+from everstep.launcher.sbatch import check_syntax, find_script, listing, parse, run_sbatch, templates
 from everstep.launcher.slurm.srun_table import SBATCH
 from everstep.recovery.errors import UsageError
 
@@ -112,11 +112,34 @@ def test_the_command_line_is_taken_apart() -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [(["-N4"], "no script after"), (["--set", "A", "x"], "NAME=VALUE"), (["--frobnicate", "x"], "^sbatch: ")],
+    [
+        (["-N4"], "no script after"),
+        (["--set", "A", "x"], "NAME=VALUE"),
+        (["--frobnicate", "x"], "^sbatch: "),
+        (["job.sh", "--epochs=3", "--dry-run"], "`everstep sbatch --dry-run`"),
+    ],
 )
 def test_a_command_line_that_is_wrong_is_one_line(line: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse(line, SBATCH)
+
+
+def test_a_script_with_dos_line_ends_is_submitted_with_unix_ones_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job would fail at `bash^M`, or sbatch refuse it, though everything looks right in an editor."""
+    script = tmp_path / "job.sh"
+    script.write_bytes(b"#!/bin/bash\r\n#SBATCH --requeue --no-kill\r\nSTEPS=1\r\necho $STEPS\r\n")
+    for name in ("sbatch", "scontrol"):  # not the release's own: what is given to them is kept
+        (tmp_path / name).write_text(
+            f'#!/bin/sh\nfor last; do :; done\n[ -f "$last" ] && cp "$last" {tmp_path}/kept\necho 7\n'
+        )
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert run_sbatch(["--set", "STEPS=5", str(script)]) == 0
+    assert (tmp_path / "kept").read_bytes().startswith(b"#!/bin/bash\n#SBATCH --requeue --no-kill\nSTEPS=5\n")
+    assert "job.sh has DOS line ends" in capsys.readouterr().err
+    assert b"\r\n" in script.read_bytes(), "the user's file is left as it is"
 
 
 def test_a_file_comes_before_a_template_of_its_name(tmp_path: Path) -> None:
