@@ -21,7 +21,7 @@ import zmq.asyncio
 from everstep.launcher import fitness, torchrun, workers
 from everstep.launcher import messages as m
 from everstep.launcher.chair import GATHER, take_the_chair
-from everstep.launcher.coordinator import MISSED, Coordinator
+from everstep.launcher.coordinator import ANSWERED, MISSED, Coordinator
 from everstep.launcher.guardian import adopt_orphans, end_descendants
 from everstep.launcher.keys import keys_from
 from everstep.launcher.options import ORDERS_VARIABLE, SECRET_VARIABLE
@@ -229,7 +229,7 @@ class Agent:
     def _patience(self) -> float:
         """How long the coordinator may be silent: long while it may not be up, short once it answered."""
         if self._admitted or self._post.index == 0:
-            return max(_SILENCE, 2 * MISSED * self._post.options.heartbeat)
+            return max(_SILENCE, MISSED * ANSWERED * self._post.options.heartbeat)
         # A coordinator that takes the connection and says nothing does not know our secret.
         return _ADMISSION if self._connected() or self._post.joiner else GATHER
 

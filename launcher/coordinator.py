@@ -8,6 +8,7 @@ agents, the events file, the log. It decides nothing itself.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from everstep.recovery.errors import UsageError
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 MISSED = 4  # heartbeats
+ANSWERED = 4  # of so many heartbeats one is answered: agents are to hear of the coordinator's death, but not as soon
 _FAREWELL = 6.0
 _SLOW_START = 10.0  # seconds of silence until a node is held for lost, before the first step
 
@@ -157,7 +159,7 @@ class Coordinator:
     async def _watch(self, gather_within: float) -> None:
         """Heartbeats, both ways."""
         last, began = time.monotonic(), time.monotonic()
-        while True:
+        for turn in itertools.count():
             await asyncio.sleep(self._heartbeat)
             now = time.monotonic()
             if now - last > 2 * self._heartbeat:  # it was we who stood still: nobody is late by that much
@@ -174,7 +176,7 @@ class Coordinator:
                 if node not in self._gone and now - heard > patience:
                     self._gone.add(node)
                     self._act(self._membership.handle(node, ms.NodeLost(f"{MISSED} missed heartbeats")))
-                elif node not in self._gone:
+                elif node not in self._gone and turn % ANSWERED == 0:
                     self._post(node, m.Beat())
 
     def _act(self, actions: list[ms.Action]) -> None:
