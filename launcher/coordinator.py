@@ -29,7 +29,9 @@ from everstep.recovery.errors import UsageError
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 MISSED = 4  # heartbeats
-ANSWERED = 4  # of so many heartbeats one is answered: agents are to hear of the coordinator's death, but not as soon
+ANSWERED = (
+    4  # of so many heartbeats one is answered: agents are to hear of the coordinator's death, but not as soon
+)
 _FAREWELL = 6.0
 _SLOW_START = 10.0  # seconds of silence until a node is held for lost, before the first step
 

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -69,7 +70,9 @@ class Underway:
         self._gloo = gloo
         self._peers = [peer for peer in range(world) if peer != rank]
         self._before = before
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_Collective] = deque()
+        # Whoever is to wait for a message holds its handle; nobody else knows when it is over.
+        self._messages: weakref.WeakSet[_Message] = weakref.WeakSet()
         self._listing = threading.Lock()
         self._releasing = threading.Lock()
         self._failed = threading.Event()
@@ -78,24 +81,29 @@ class Underway:
 
     def note(self, name: str, work: Any, tensors: Any) -> Work:
         """The collective `name` was launched: what is handed out in the place of gloo's own handle."""
-        launched = (_Message if name in _WITHOUT_FUTURE else _Collective)(work, tensors)
+        launched: _Launched
         with self._listing:
-            # They end in order, nearly; what is noted keeps its tensors.
-            while self._launched and self._launched[0].is_completed():
-                self._launched.popleft()
-            self._launched.append(launched)
+            if name in _WITHOUT_FUTURE:
+                launched = _Message(work, tensors)
+                self._messages.add(launched)
+            else:
+                launched = _Collective(work, tensors)
+                # They end in order, nearly; what is noted keeps its tensors.
+                while self._launched and self._launched[0].is_completed():
+                    self._launched.popleft()
+                self._launched.append(launched)
         if self._given_up:  # there may be no thread left to run it
             threading.Thread(target=self.release, name="everstep-release", daemon=True).start()
         return launched
 
     def _left(self) -> list[_Launched]:
         with self._listing:
-            return [x for x in self._launched if not x.is_completed()]
+            return [x for x in (*self._launched, *self._messages) if not x.is_completed()]
 
     def age(self, now: float) -> float:
         """Seconds for which the oldest of them has been under way; 0 where there is none."""
         left = self._left()
-        return now - left[0].began if left else 0.0
+        return now - min(x.began for x in left) if left else 0.0
 
     def fail(self) -> None:
         """Their connections were shut: close gloo's end of them all.

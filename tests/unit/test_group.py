@@ -159,6 +159,23 @@ def test_an_abort_frees_whoever_waits_for_the_rest_of_a_message(three: Any) -> N
     assert isinstance(waited, RuntimeError)
 
 
+def test_an_abort_frees_whoever_waits_late_for_a_message(three: Any) -> None:
+    """Others come and go between its launch and the wait for it."""
+    _, insides, groups = three
+    handle, room = in_part(groups)
+    groups[0].send([torch.zeros(1)], 2, 9)
+
+    def abort() -> None:
+        time.sleep(0.05)  # until the other one waits
+        insides[0].abort()
+        assert insides[0].release()
+
+    waited, _ = everyone(handle.wait, abort)
+    assert not room[-1], "the message was received whole: it must be larger"
+    assert isinstance(waited, RuntimeError)
+    assert handle.given_up, "else it was freed by gloo's own time-out, a minute later"
+
+
 def test_an_abort_frees_whoever_waits_behind_a_message_that_nobody_takes(three: Any) -> None:
     """Gloo has no place for the rest, reads no further, and does not see the connection's end by itself."""
     _, insides, groups = three
