@@ -16,7 +16,14 @@ docker/engine.sh start
 docker/images.sh "$@"
 say "starting the cluster ..."
 log=$(mktemp)
-if ! compose up -d > "$log" 2>&1; then
+# Another checkout's cluster, or the host itself, may have the first subnet.
+for subnet in 172.29.93 172.29.94 172.29.95 10.193.93 192.168.193; do
+    export EVERSTEP_SUBNET=$subnet
+    code=0
+    compose up -d > "$log" 2>&1 || code=$?
+    [ $code != 0 ] && grep -qi 'overlap\|needs to be recreated' "$log" || break
+done
+if [ $code != 0 ]; then
     cat "$log" >&2
     fail "the containers could not be started; what Compose says is above"
 fi

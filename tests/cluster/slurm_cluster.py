@@ -256,7 +256,9 @@ class Cluster:
 
     def reconnect(self, name: str) -> None:
         """Put a node that was cut off back on the network."""
-        self._network(name).connect(self._container(name), aliases=[name])
+        container = self._container(name)
+        hosts = dict(line.split(":", 1) for line in container.attrs["HostConfig"]["ExtraHosts"] or ())
+        self._network(name).connect(container, aliases=[name], ipv4_address=hosts.get(name))
 
     def mend(self) -> None:
         """Undo every pause, kill and cut."""
