@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import posixpath
 import re
 import signal as signals
@@ -287,10 +286,9 @@ class Cluster:
 
     def node_state(self, name: str) -> set[str]:
         """Slurm's state of a node and its flags, such as {"DOWN", "NOT_RESPONDING"}."""
-        node = json.loads(self.ask("scontrol", "show", "node", name, "--json"))["nodes"][0]
-        if isinstance(node["state"], str):  # 22.05
-            return {node["state"].upper(), *node.get("state_flags", [])}
-        return set(node["state"])
+        said = self.ask("scontrol", "--oneliner", "show", "node", name)  # 22.05 has no --json here
+        state = next(word for word in said.split() if word.startswith("State="))
+        return set(state.removeprefix("State=").replace("*", "").split("+"))
 
     def wait_state(self, name: str, state: set[str], timeout: float = 60) -> None:
         """Wait until Slurm's state of a node, flags included, is just this."""
