@@ -20,7 +20,7 @@ import pytest
 from slurm_cluster import OLD, REPO, SHARED, Cluster, Layout, containers_exist
 
 HERE = Path(__file__).parent
-SETUP_S = 1200  # a test, and the images and the cluster before the first: no test takes so long by far
+LIMIT_S = 1200  # a test, and before the first the images and the cluster: none takes so long by far
 GRACE_S = 5.0  # how long a run's processes may outlive it
 
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.cluster)
-            item.add_marker(pytest.mark.timeout(SETUP_S))
+            item.add_marker(pytest.mark.timeout(LIMIT_S))
 
 
 @pytest.fixture(scope="session")
